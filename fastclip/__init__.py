@@ -1,0 +1,60 @@
+"""Fused gradient clipping and gradient statistics for PyTorch.
+
+Names load when they are first used: importing fastclip imports neither torch nor anything else.
+"""
+
+from importlib import import_module
+
+# What typing.TYPE_CHECKING is to a type checker, without the 13 ms that importing typing takes here.
+TYPE_CHECKING = False
+
+if TYPE_CHECKING:
+    from fastclip import backends as backends
+    from fastclip.backends import backend as backend
+    from fastclip.functional import clip_grad_norm_ as clip_grad_norm_
+    from fastclip.functional import clip_grad_value_ as clip_grad_value_
+    from fastclip.functional import clip_grads_with_norm_ as clip_grads_with_norm_
+    from fastclip.functional import get_total_norm as get_total_norm
+    from fastclip.functional import grad_stats as grad_stats
+    from fastclip.stats import GradStats as GradStats
+    from fastclip.stats import LayerStats as LayerStats
+
+__version__ = "0.1.0"
+
+__all__ = [
+    "GradStats",
+    "LayerStats",
+    "__version__",
+    "backend",
+    "backends",
+    "clip_grad_norm_",
+    "clip_grad_value_",
+    "clip_grads_with_norm_",
+    "get_total_norm",
+    "grad_stats",
+]
+
+_HOME = {
+    "GradStats": "stats",
+    "LayerStats": "stats",
+    "backend": "backends",
+    "clip_grad_norm_": "functional",
+    "clip_grad_value_": "functional",
+    "clip_grads_with_norm_": "functional",
+    "get_total_norm": "functional",
+    "grad_stats": "functional",
+}
+
+
+def __getattr__(name: str) -> object:
+    if name == "backends":
+        return import_module("fastclip.backends")
+    if name not in _HOME:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    value = getattr(import_module(f"fastclip.{_HOME[name]}"), name)
+    globals()[name] = value  # the next access does not come through here
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted(set(globals()) | set(__all__))
