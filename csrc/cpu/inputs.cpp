@@ -1,0 +1,141 @@
+#include "inputs.h"
+
+#include <torch/csrc/stable/tensor.h>
+
+namespace fastclip::cpu {
+namespace {
+
+// The dispatcher's integer codes are those of the running torch, known only at run time.
+int type_of(AtenTensorHandle tensor) {
+  static const int32_t codes[kTypes] = {aoti_torch_dtype_float32(), aoti_torch_dtype_bfloat16(),
+                                        aoti_torch_dtype_float16(), aoti_torch_dtype_float64()};
+  int32_t code;
+  STABLE_TORCH_ERROR_CODE_CHECK(aoti_torch_get_dtype(tensor, &code));
+  for (int i = 0; i < kTypes; ++i)
+    if (codes[i] == code) return i;
+  return -1;
+}
+
+bool is_strided_cpu(AtenTensorHandle tensor) {
+  static const int32_t cpu = aoti_torch_device_type_cpu(), strided = aoti_torch_layout_strided();
+  int32_t device, layout;
+  STABLE_TORCH_ERROR_CODE_CHECK(aoti_torch_get_device_type(tensor, &device));
+  STABLE_TORCH_ERROR_CODE_CHECK(aoti_torch_get_layout(tensor, &layout));
+  return device == cpu && layout == strided;
+}
+
+char* data_of(AtenTensorHandle tensor, bool writable) {
+  if (writable) {
+    void* data;
+    STABLE_TORCH_ERROR_CODE_CHECK(torch_get_mutable_data_ptr(tensor, &data));
+    return static_cast<char*>(data);
+  }
+  const void* data;
+  STABLE_TORCH_ERROR_CODE_CHECK(torch_get_const_data_ptr(tensor, &data));
+  return const_cast<char*>(static_cast<const char*>(data));  // only ever read
+}
+
+bool layout_of(AtenTensorHandle tensor, Layout& layout) {
+  int64_t dim, *sizes, *strides;
+  STABLE_TORCH_ERROR_CODE_CHECK(aoti_torch_get_dim(tensor, &dim));
+  STABLE_TORCH_ERROR_CODE_CHECK(aoti_torch_get_sizes(tensor, &sizes));
+  STABLE_TORCH_ERROR_CODE_CHECK(aoti_torch_get_strides(tensor, &strides));
+  return make_layout(sizes, strides, dim, layout);
+}
+
+// False if the tensor is not served.
+bool append(AtenTensorHandle tensor, bool writable, Pieces& pieces) {
+  if (!is_strided_cpu(tensor)) return false;
+  const int type = type_of(tensor);
+  if (type < 0) return false;
+  int64_t numel;
+  bool contiguous;
+  STABLE_TORCH_ERROR_CODE_CHECK(aoti_torch_get_numel(tensor, &numel));
+  STABLE_TORCH_ERROR_CODE_CHECK(aoti_torch_is_contiguous(tensor, &contiguous));
+  int32_t index = -1;
+  if (!contiguous && numel > 0) {
+    Layout layout;
+    if (!layout_of(tensor, layout)) return false;
+    if (!layout.dense()) {
+      index = int32_t(pieces.layouts.size());
+      pieces.layouts.push_back(layout);
+    }
+  }
+  pieces.list.push_back({numel > 0 ? data_of(tensor, writable) : nullptr, numel, Type(type), index});
+  return true;
+}
+
+// The addresses seen so far, in a table at most half full.
+class Addresses {
+ public:
+  explicit Addresses(int64_t n) {
+    size_t size = 16;
+    while (size < size_t(2 * n)) size *= 2;
+    slots_.resize(size);
+  }
+
+  // False if it was there already.
+  bool insert(const char* address) {
+    size_t i = (reinterpret_cast<uintptr_t>(address) * 0x9e3779b97f4a7c15u) >> 32;
+    for (;; ++i) {
+      const char*& slot = slots_[i & (slots_.size() - 1)];
+      if (slot == address) return false;
+      if (slot != nullptr) continue;
+      slot = address;
+      return true;
+    }
+  }
+
+ private:
+  std::vector<const char*> slots_;
+};
+
+}  // namespace
+
+TensorList::TensorList(StableIValue argument)
+    : list_(torch::stable::detail::to<StableListHandle>(argument)) {
+  size_t size;
+  STABLE_TORCH_ERROR_CODE_CHECK(torch_list_size(list_, &size));
+  size_ = int64_t(size);
+}
+
+TensorList::~TensorList() { torch_delete_list(list_); }
+
+template <class F>
+auto TensorList::with(int64_t i, F f) const {
+  struct Owner {
+    AtenTensorHandle handle;
+    ~Owner() { aoti_torch_delete_tensor_object(handle); }
+  };
+  StableIValue element;
+  STABLE_TORCH_ERROR_CODE_CHECK(torch_list_get_item(list_, size_t(i), &element));
+  const Owner owner{torch::stable::detail::to<AtenTensorHandle>(element)};
+  return f(owner.handle);
+}
+
+Inputs collect(const TensorList& tensors, bool writable) {
+  Inputs inputs;
+  Addresses addresses(tensors.size());
+  inputs.pieces.list.reserve(size_t(tensors.size()));
+  for (int64_t i = 0; i < tensors.size(); ++i) {
+    const bool ok = tensors.with(i, [&](AtenTensorHandle t) { return append(t, writable, inputs.pieces); });
+    const Piece* piece = ok ? &inputs.pieces.list.back() : nullptr;
+    if (!ok || (piece->numel > 0 && !addresses.insert(piece->data))) {
+      inputs.refused = i;
+      break;
+    }
+    inputs.wide |= piece->type == Type::kDouble;
+  }
+  return inputs;
+}
+
+void served(const TensorList& tensors, uint8_t* out) {
+  Addresses addresses(tensors.size());
+  Pieces pieces;
+  for (int64_t i = 0; i < tensors.size(); ++i) {
+    const bool ok = tensors.with(i, [&](AtenTensorHandle t) { return append(t, false, pieces); });
+    out[i] = ok && (pieces.list.back().numel == 0 || addresses.insert(pieces.list.back().data));
+  }
+}
+
+}  // namespace fastclip::cpu

@@ -1,0 +1,30 @@
+// Contiguous runs of one dtype: what a SIMD level must provide, and the choice between levels.
+#pragma once
+
+#include <cstdint>
+
+#include "../table.h"
+
+namespace fastclip::cpu {
+
+enum class Type : int32_t { kFloat, kBFloat16, kHalf, kDouble };
+constexpr int kTypes = 4;
+constexpr int64_t kTypeBytes[kTypes] = {4, 2, 2, 8};
+
+// Neither pointer needs any alignment. measure() adds n elements to the row; scale() multiplies them by
+// coef in float (double for kDouble) and rounds once.
+struct Kernels {
+  const char* name;
+  void (*measure[kTypes])(const char* x, int64_t n, Norm norm, Row& row);
+  void (*scale[kTypes])(char* x, int64_t n, double coef);
+};
+
+// A level this library or this CPU lacks is null.
+const Kernels* kernels_avx512();
+const Kernels* kernels_avx2();
+const Kernels* kernels_plain();
+
+const Kernels& kernels();              // the level in use: the best this CPU has, until chosen otherwise
+bool choose_kernels(const char* name);  // false if there is no such level here
+
+}  // namespace fastclip::cpu

@@ -1,0 +1,169 @@
+// The two passes over a gradient list: what is cut where, by whom it is run, and in which order the parts
+// are added up. Nothing here depends on the number of threads but who does the work.
+#include <algorithm>
+#include <atomic>
+
+#include "pieces.h"
+#include "strided.h"
+
+namespace fastclip::cpu {
+namespace {
+
+constexpr int64_t kMinChunk = int64_t(1) << 16;  // elements; a multiple of every kernel's block
+// Bounds the partial rows to 8192 * 40 bytes = 320 KiB however many elements there are.
+constexpr int64_t kMaxChunks = 8192;
+// What a thread takes at a time, and the least that is worth waking one for: 5 to 20 us of work, about
+// what entering a parallel region costs.
+constexpr int64_t kBatchBytes = int64_t(1) << 18;
+
+// A run of consecutive chunks, given by its first.
+struct Batch {
+  int64_t piece;
+  int64_t chunk;
+};
+
+struct Schedule {
+  int64_t chunk;               // elements
+  std::vector<int64_t> first;  // of each piece: the number of chunks before it
+  std::vector<Batch> batches;  // plus one past the last
+
+  explicit Schedule(const std::vector<Piece>& pieces) {
+    int64_t total = 0;
+    for (const Piece& piece : pieces) total += piece.numel;
+    chunk = std::max(kMinChunk, (total / kMaxChunks / kMinChunk + 1) * kMinChunk);
+    first.reserve(pieces.size() + 1);
+    first.push_back(0);
+    int64_t open = kBatchBytes;  // bytes in the batch being filled
+    for (size_t p = 0; p < pieces.size(); ++p) {
+      const int64_t chunks = (pieces[p].numel + chunk - 1) / chunk;
+      const int64_t size = kTypeBytes[int(pieces[p].type)];
+      for (int64_t c = 0; c < chunks; ++c) {
+        if (open >= kBatchBytes) {
+          batches.push_back({int64_t(p), c});
+          open = 0;
+        }
+        open += std::min(chunk, pieces[p].numel - c * chunk) * size;
+      }
+      first.push_back(first.back() + chunks);
+    }
+    batches.push_back({int64_t(pieces.size()), 0});
+  }
+
+  int64_t chunks(int64_t piece) const { return first[piece + 1] - first[piece]; }
+  int64_t count() const { return int64_t(batches.size()) - 1; }
+
+  // Calls f(piece, chunk) for each chunk of a batch, backwards if asked to.
+  template <class F>
+  void run(int64_t batch, bool backwards, F&& f) const {
+    const Batch begin = batches[batch], end = batches[batch + 1];
+    const auto from = [&](int64_t p) { return p == begin.piece ? begin.chunk : 0; };
+    const auto to = [&](int64_t p) { return p == end.piece ? end.chunk : chunks(p); };
+    const int64_t last = std::min(end.piece, int64_t(first.size()) - 2);
+    if (!backwards) {
+      for (int64_t p = begin.piece; p <= last; ++p)
+        for (int64_t c = from(p); c < to(p); ++c) f(p, c);
+    } else {
+      for (int64_t p = last; p >= begin.piece; --p)
+        for (int64_t c = to(p) - 1; c >= from(p); --c) f(p, c);
+    }
+  }
+};
+
+// Threads take batches as they get free: one that is held up holds up no other. Which of them takes a
+// batch has no influence on the result.
+template <class F>
+void for_all_chunks(const Schedule& schedule, const Threads& threads, bool backwards, F f) {
+  struct Work {
+    const Schedule& schedule;
+    bool backwards;
+    F& f;
+    std::atomic<int64_t> next{0};
+  } work{schedule, backwards, f};
+  const auto take = [](void* ctx) {
+    Work& w = *static_cast<Work*>(ctx);
+    const int64_t count = w.schedule.count();
+    for (int64_t i; (i = w.next.fetch_add(1, std::memory_order_relaxed)) < count;)
+      w.schedule.run(w.backwards ? count - 1 - i : i, w.backwards, w.f);
+  };
+  const int workers = int(std::min<int64_t>(threads.count, schedule.count()));
+  if (workers > 1) {
+    threads.run(workers, take, &work);
+  } else {
+    take(&work);
+  }
+}
+
+struct Range {
+  int64_t begin, n;
+};
+
+Range range_of(const Piece& piece, const Schedule& schedule, int64_t chunk) {
+  const int64_t begin = chunk * schedule.chunk;
+  return {begin, std::min(schedule.chunk, piece.numel - begin)};
+}
+
+void measure_strided(const Piece& piece, const Layout& layout, Range range, Norm norm, Row& row) {
+  alignas(64) char buffer[kBufferElements * 8];
+  const int type = int(piece.type);
+  for (int64_t i = 0; i < range.n; i += kBufferElements) {
+    const int64_t n = std::min(kBufferElements, range.n - i);
+    kGather[type](piece.data, layout, range.begin + i, n, buffer);
+    kernels().measure[type](buffer, n, norm, row);
+  }
+}
+
+void scale_strided(const Piece& piece, const Layout& layout, Range range, double coef) {
+  alignas(64) char buffer[kBufferElements * 8];
+  const int type = int(piece.type);
+  for (int64_t i = 0; i < range.n; i += kBufferElements) {
+    const int64_t n = std::min(kBufferElements, range.n - i);
+    kGather[type](piece.data, layout, range.begin + i, n, buffer);
+    kernels().scale[type](buffer, n, coef);
+    kScatter[type](piece.data, layout, range.begin + i, n, buffer);
+  }
+}
+
+bool writes_nothing(Type type, double coef) { return type == Type::kDouble ? coef == 1 : float(coef) == 1; }
+
+}  // namespace
+
+void measure(const Pieces& pieces, Norm norm, const Threads& threads, Row* rows) {
+  const Schedule schedule(pieces.list);
+  const int64_t n = int64_t(pieces.list.size());
+  std::vector<Row> partial;  // a piece of one chunk goes straight into its row
+  std::vector<int64_t> partial_of(n, -1);
+  for (int64_t p = 0; p < n; ++p) {
+    rows[p] = Row{};
+    if (schedule.chunks(p) < 2) continue;
+    partial_of[p] = int64_t(partial.size());
+    partial.resize(partial.size() + schedule.chunks(p));
+  }
+
+  for_all_chunks(schedule, threads, false, [&](int64_t p, int64_t c) {
+    const Piece& piece = pieces.list[p];
+    const Range range = range_of(piece, schedule, c);
+    Row& row = partial_of[p] < 0 ? rows[p] : partial[partial_of[p] + c];
+    if (piece.layout >= 0) return measure_strided(piece, pieces.layouts[piece.layout], range, norm, row);
+    const int type = int(piece.type);
+    kernels().measure[type](piece.data + range.begin * kTypeBytes[type], range.n, norm, row);
+  });
+
+  for (int64_t p = 0; p < n; ++p)
+    if (partial_of[p] >= 0)
+      for (int64_t c = 0; c < schedule.chunks(p); ++c) combine(rows[p], partial[partial_of[p] + c], norm);
+}
+
+void scale(const Pieces& pieces, const double* coefs, int64_t stride, const Threads& threads) {
+  const Schedule schedule(pieces.list);
+  for_all_chunks(schedule, threads, true, [&](int64_t p, int64_t c) {
+    const Piece& piece = pieces.list[p];
+    const double coef = coefs[p * stride];
+    if (writes_nothing(piece.type, coef)) return;
+    const Range range = range_of(piece, schedule, c);
+    if (piece.layout >= 0) return scale_strided(piece, pieces.layouts[piece.layout], range, coef);
+    const int type = int(piece.type);
+    kernels().scale[type](piece.data + range.begin * kTypeBytes[type], range.n, coef);
+  });
+}
+
+}  // namespace fastclip::cpu

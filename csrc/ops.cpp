@@ -1,0 +1,170 @@
+// The operators of the native library: their schemas and their CPU registration. They serve a list whole
+// or not at all: `refused` is the position of the first tensor that the kernels cannot take as it is, -1
+// if there is none; when one is refused nothing has been touched and the tensors returned are empty.
+#include <torch/csrc/stable/library.h>
+#include <torch/csrc/stable/tensor.h>
+#include <torch/headeronly/util/Exception.h>
+
+#include <string>
+#include <tuple>
+
+#include "cpu/inputs.h"
+
+namespace fastclip {
+namespace {
+
+using torch::stable::Tensor;
+using torch::stable::detail::from;
+using torch::stable::detail::to;
+
+Norm norm_of(double p) {
+  if (p == 2) return Norm::kSquares;
+  if (p == 1) return Norm::kSum;
+  if (p == 0) return Norm::kCount;
+  STD_TORCH_CHECK(p == HUGE_VAL, "the kernels know the norm orders 0, 1, 2 and inf, got ", p);
+  return Norm::kMax;
+}
+
+Tensor empty(std::initializer_list<int64_t> sizes, int32_t dtype) {
+  // At most two dimensions here, contiguous.
+  const int64_t strides[2] = {sizes.size() == 2 ? sizes.begin()[1] : 1, 1};
+  AtenTensorHandle handle;
+  STABLE_TORCH_ERROR_CODE_CHECK(aoti_torch_empty_strided(int64_t(sizes.size()), sizes.begin(), strides, dtype,
+                                                         aoti_torch_device_type_cpu(), 0, &handle));
+  return Tensor(handle);
+}
+
+Tensor empty_table(int64_t rows) { return empty({rows, kColumns}, aoti_torch_dtype_float64()); }
+
+Tensor scalar(double value, bool wide) {
+  Tensor out = empty({}, wide ? aoti_torch_dtype_float64() : aoti_torch_dtype_float32());
+  if (wide) {
+    *static_cast<double*>(out.mutable_data_ptr()) = value;
+  } else {
+    *static_cast<float*>(out.mutable_data_ptr()) = float(value);
+  }
+  return out;
+}
+
+void run_parallel(int workers, void (*fn)(void*), void* ctx) {
+  struct Call {
+    void (*fn)(void*);
+    void* ctx;
+  } call{fn, ctx};
+  const auto each = [](int64_t begin, int64_t end, void* c) {
+    for (int64_t i = begin; i < end; ++i) static_cast<Call*>(c)->fn(static_cast<Call*>(c)->ctx);
+  };
+  STABLE_TORCH_ERROR_CODE_CHECK(torch_parallel_for(0, workers, 1, each, &call));
+}
+
+cpu::Threads threads() {
+  uint32_t count;
+  STABLE_TORCH_ERROR_CODE_CHECK(torch_get_num_threads(&count));
+  return {int(count), run_parallel};
+}
+
+Tensor measured(const cpu::Pieces& pieces, Norm norm, Row*& rows) {
+  Tensor table = empty_table(int64_t(pieces.list.size()));
+  static_assert(sizeof(Row) == kColumns * sizeof(double), "a Row is a row of the table");
+  rows = static_cast<Row*>(table.mutable_data_ptr());
+  cpu::measure(pieces, norm, threads(), rows);
+  return table;
+}
+
+// measure(Tensor[] grads, float p) -> (Tensor table, int refused)
+void measure(StableIValue* stack, uint64_t, uint64_t) {
+  const cpu::TensorList grads(stack[0]);
+  const Norm norm = norm_of(to<double>(stack[1]));
+  const cpu::Inputs inputs = cpu::collect(grads, false);
+  Row* rows;
+  stack[0] = from(inputs.refused < 0 ? measured(inputs.pieces, norm, rows) : empty_table(0));
+  stack[1] = from(inputs.refused);
+}
+
+// scale_(Tensor(a!)[] grads, Tensor coef) -> int refused; coef: float64 on the CPU, 0-d or [n]
+void scale_(StableIValue* stack, uint64_t, uint64_t) {
+  const cpu::TensorList grads(stack[0]);
+  const Tensor coef = to<Tensor>(stack[1]);
+  STD_TORCH_CHECK(coef.numel() == 1 || coef.numel() == grads.size(), "coef has ", coef.numel(),
+                  " elements for ", grads.size(), " gradients");
+  const cpu::Inputs inputs = cpu::collect(grads, true);
+  if (inputs.refused < 0) {
+    const auto* coefs = static_cast<const double*>(coef.const_data_ptr());
+    cpu::scale(inputs.pieces, coefs, coef.numel() == 1 ? 0 : 1, threads());
+  }
+  stack[0] = from(inputs.refused);
+}
+
+// clip_(Tensor(a!)[] grads, float p, float max_norm, float inv_scale)
+//   -> (Tensor table, Tensor total_norm, Tensor coef, int refused)
+void clip_(StableIValue* stack, uint64_t, uint64_t) {
+  const cpu::TensorList grads(stack[0]);
+  const Norm norm = norm_of(to<double>(stack[1]));
+  const double max_norm = to<double>(stack[2]), inv_scale = to<double>(stack[3]);
+  const cpu::Inputs inputs = cpu::collect(grads, true);
+  const int64_t n = inputs.refused < 0 ? grads.size() : 0;
+  Tensor table = empty_table(0);
+  double total = 0, coef = 1;
+  if (inputs.refused < 0) {
+    Row* rows;
+    table = measured(inputs.pieces, norm, rows);
+    if (inv_scale != 1)
+      for (int64_t i = 0; i < n; ++i) unscale(rows[i], inv_scale, norm);
+    total = total_norm(rows, n, norm);
+    coef = coefficient(total, max_norm);
+    const double factor = coef * inv_scale;
+    if (factor != 1) cpu::scale(inputs.pieces, &factor, 0, threads());
+  }
+  stack[0] = from(table);
+  stack[1] = from(scalar(total, inputs.wide));
+  stack[2] = from(scalar(coef, true));
+  stack[3] = from(inputs.refused);
+}
+
+// served(Tensor[] grads) -> Tensor: uint8 [n]
+void served(StableIValue* stack, uint64_t, uint64_t) {
+  const cpu::TensorList grads(stack[0]);
+  const Tensor mask = empty({grads.size()}, aoti_torch_dtype_uint8());
+  cpu::served(grads, static_cast<uint8_t*>(mask.mutable_data_ptr()));
+  stack[0] = from(mask);
+}
+
+// The level in use; "" only asks. Unknown or missing levels change nothing, so the answer tells.
+std::string simd(std::string level) {
+  if (!level.empty()) cpu::choose_kernels(level.c_str());
+  return cpu::kernels().name;
+}
+
+std::string source_hash() { return FASTCLIP_SOURCE_HASH; }
+
+}  // namespace
+}  // namespace fastclip
+
+STABLE_TORCH_LIBRARY(fastclip_native, m) {
+  m.def("measure(Tensor[] grads, float p) -> (Tensor table, int refused)");
+  m.def("scale_(Tensor(a!)[] grads, Tensor coef) -> int");
+  m.def(
+      "clip_(Tensor(a!)[] grads, float p, float max_norm, float inv_scale)"
+      " -> (Tensor table, Tensor total_norm, Tensor coef, int refused)");
+  m.def("served(Tensor[] grads) -> Tensor");
+  m.def("simd(str level) -> str");
+  m.def("source_hash() -> str");
+}
+
+// For every device: it is the kernels that refuse a tensor, not the dispatcher.
+STABLE_TORCH_LIBRARY_IMPL(fastclip_native, CompositeExplicitAutograd, m) {
+  m.impl("measure", &fastclip::measure);
+  m.impl("scale_", &fastclip::scale_);
+  m.impl("clip_", &fastclip::clip_);
+  m.impl("served", &fastclip::served);
+  m.impl("simd", TORCH_BOX(&fastclip::simd));
+  m.impl("source_hash", TORCH_BOX(&fastclip::source_hash));
+}
+
+// Gradients of gradients are not defined, and the dispatcher's own fallback costs time on every tensor.
+STABLE_TORCH_LIBRARY_IMPL(fastclip_native, Autograd, m) {
+  m.impl("measure", &fastclip::measure);
+  m.impl("scale_", &fastclip::scale_);
+  m.impl("clip_", &fastclip::clip_);
+  m.impl("served", &fastclip::served);
+}

@@ -1,0 +1,134 @@
+"""The backends and the choice between them.
+
+Asked for by name (`backend`, else the environment variable ``FASTCLIP_BACKEND``), a backend that
+cannot be had is an error. Otherwise the first of `AUTOMATIC` that is available is taken;
+`explain` says which one that is and why.
+"""
+
+import functools
+import logging
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+from importlib import import_module
+
+import torch
+
+from fastclip.backends.contract import Backend as Backend
+from fastclip.backends.contract import Unavailable as Unavailable
+
+_MODULES = {"reference": "reference", "cpu": "native"}
+
+# Per device type, best first; any other device has the reference alone.
+AUTOMATIC = {"cpu": ("cpu", "reference"), "cuda": ("reference",)}
+
+VARIABLE = "FASTCLIP_BACKEND"
+
+_requested: ContextVar[str | None] = ContextVar("fastclip.backend", default=None)
+
+
+def available() -> dict[str, str | None]:
+    """Every backend's name, and None if it can be used here, else the reason why not."""
+    found = {name: _found(name) for name in _MODULES}
+    return {name: str(b) if isinstance(b, Unavailable) else None for name, b in found.items()}
+
+
+def get(name: str) -> Backend:
+    """The backend of that name. Raises `RuntimeError` if there is none or it cannot be used."""
+    if name not in _MODULES:
+        raise RuntimeError(f"there is no backend {name!r}; {_usable()}")
+    found = _found(name)
+    if isinstance(found, Unavailable):
+        raise RuntimeError(f"the backend {name!r} cannot be used: {found}; {_usable()}")
+    return found
+
+
+def choose(device: torch.device) -> Backend:
+    """The backend for tensors on `device`.
+
+    Raises `RuntimeError` if one was asked for that cannot be used or does not serve the device.
+    """
+    name = _requested.get() or os.environ.get(VARIABLE)
+    if not name:
+        return _automatic(device.type)[0]
+    chosen = get(name)
+    if not chosen.serves(device.type):
+        raise RuntimeError(
+            f"the backend {name!r} was asked for and does not serve gradients on {device}; "
+            f"{_usable(device.type)}"
+        )
+    return chosen
+
+
+@contextmanager
+def backend(name: str) -> Iterator[Backend]:
+    """Use one backend within a ``with`` block, in this thread (or async task) alone.
+
+    Goes before ``FASTCLIP_BACKEND``. Raises `RuntimeError` on entry if it cannot be used.
+
+    >>> with fastclip.backend("reference"):
+    ...     fastclip.clip_grad_norm_(model, 1.0)
+    """
+    chosen = get(name)
+    token = _requested.set(name)
+    try:
+        yield chosen
+    finally:
+        _requested.reset(token)
+
+
+def explain() -> dict[str, tuple[str, str]]:
+    """Per device type: the backend that would serve now, and why."""
+    return {device_type: _explained(device_type) for device_type in AUTOMATIC}
+
+
+def _explained(device_type: str) -> tuple[str, str]:
+    source = "fastclip.backend()" if _requested.get() else VARIABLE
+    name = _requested.get() or os.environ.get(VARIABLE)
+    if not name:
+        chosen, skipped = _automatic(device_type)
+        return chosen.name, "; ".join([f"automatic: {chosen.about}", *skipped])
+    chosen = get(name)
+    if not chosen.serves(device_type):
+        return "none", f"{source} asks for {name!r}, which does not serve {device_type} gradients"
+    return name, f"asked for by {source}: {chosen.about}"
+
+
+@functools.cache
+def _automatic(device_type: str) -> tuple[Backend, list[str]]:
+    """The choice, and for each better one why it was not chosen."""
+    skipped = []
+    for name in AUTOMATIC.get(device_type, ("reference",)):
+        found = _found(name)
+        if isinstance(found, Backend):
+            if skipped:
+                logging.getLogger("fastclip").warning(
+                    "fastclip: %s gradients are served by the backend %r, because %s",
+                    device_type,
+                    name,
+                    "; ".join(skipped),
+                )
+            return found, skipped
+        skipped.append(f"{name!r} is not available: {found}")
+    raise AssertionError(f"the last of {AUTOMATIC} must always be available")
+
+
+@functools.cache
+def _found(name: str) -> Backend | Unavailable:
+    """Looked for once: what is missing at the first use is not searched at every step."""
+    try:
+        found: Backend = import_module(f"fastclip.backends.{_MODULES[name]}").provide()
+    except Unavailable as reason:
+        return reason
+    return found
+
+
+def _usable(device_type: str | None = None) -> str:
+    names = [
+        name
+        for name in _MODULES
+        if isinstance(found := _found(name), Backend)
+        and (device_type is None or found.serves(device_type))
+    ]
+    return f"available: {', '.join(names)}"

@@ -1,0 +1,47 @@
+"""What a backend is. Tables and coefficients are described in `fastclip.table`."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from torch import Tensor
+
+
+class Unavailable(RuntimeError):
+    """A backend cannot be used here; the message says why in words for the user."""
+
+
+@dataclass(frozen=True)
+class Backend:
+    """Functions on a list of tensors of one device that share no memory, and none of which waits
+    for that device or reads an element more than once per pass.
+
+    measure(grads, p, inv_scale)
+        The table, float64 ``[n, 5]``, of ``x * inv_scale``; `inv_scale` is a 0-d tensor or None.
+    scale_(grads, coef)
+        Multiply by `coef`, float64, 0-d or ``[n]``; a coefficient of exactly 1 writes nothing.
+    clip_(grads, p, max_norm, inv_scale)
+        Both for one global threshold, a float or a 0-d tensor: the table, the total norm in
+        `table.result_dtype` and the coefficient in float64, 0-d each. Writes
+        ``x * coef * inv_scale``, and nothing when that factor is 1.
+    quick_measure(grads, p), quick_clip_(grads, p, max_norm)
+        The same without a loss scale for a list as the caller passed it: None, with nothing
+        touched, if it is anything but plain distinct tensors that the kernels serve as they are.
+        They save looking at each tensor in Python, which costs more than a small tensor itself.
+    """
+
+    name: str
+    device_types: frozenset[str] | None  # None: any
+    about: str
+    measure: Callable[[Sequence[Tensor], float, Tensor | None], Tensor]
+    scale_: Callable[[Sequence[Tensor], Tensor], None]
+    clip_: Callable[
+        [Sequence[Tensor], float, float | Tensor, Tensor | None], tuple[Tensor, Tensor, Tensor]
+    ]
+    quick_measure: Callable[[Sequence[Tensor], float], Tensor | None] | None = None
+    quick_clip_: (
+        Callable[[Sequence[Tensor], float, float | Tensor], tuple[Tensor, Tensor, Tensor] | None]
+        | None
+    ) = None
+
+    def serves(self, device_type: str) -> bool:
+        return self.device_types is None or device_type in self.device_types

@@ -1,0 +1,102 @@
+"""The statistics table, and what follows from it.
+
+A table is a float64 tensor of shape ``[n_tensors, 5]``, one row per gradient tensor:
+
+=======  =====================================================================================
+POWER    sum of ``abs(x)**p``; for p = inf the maximum of ``abs(x)``, for -inf the minimum, for 0
+         the number of elements other than zero. Non-finite elements take part.
+MAX_ABS  maximum of ``abs(x)`` over the finite elements, 0 if there is none
+NAN      number of NaN elements
+INF      number of +inf and -inf elements
+ZERO     number of elements equal to zero
+=======  =====================================================================================
+
+Everything here is a tensor operation: nothing waits for a device.
+"""
+
+import math
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+POWER, MAX_ABS, NAN, INF, ZERO = range(5)
+COLUMNS = 5
+EPS = 1e-6  # added to the total norm before the division, as torch.nn.utils does
+
+WIDE = frozenset({torch.float64, torch.complex128})
+
+
+def result_dtype(tensors: Sequence[Tensor]) -> torch.dtype:
+    """The dtype norms are returned in: float64 if any tensor is as wide, else float32."""
+    return torch.float64 if any(t.dtype in WIDE for t in tensors) else torch.float32
+
+
+def empty(p: float, n: int, device: torch.device | None = None) -> Tensor:
+    """The rows of `n` tensors without elements."""
+    rows = torch.zeros(n, COLUMNS, dtype=torch.float64, device=device)
+    if p == -math.inf:
+        rows[:, POWER] = math.inf
+    return rows
+
+
+def combine(rows: Tensor, p: float) -> Tensor:
+    """The row, ``[5]``, of all elements that the rows of ``[n, 5]`` describe; n may be 0."""
+    rows = torch.cat([empty(p, 1, rows.device), rows])
+    row = rows.sum(0)
+    row[MAX_ABS] = rows[:, MAX_ABS].amax()
+    if math.isinf(p):
+        powers = rows[:, POWER]
+        row[POWER] = powers.amax() if p > 0 else powers.amin()
+    return row
+
+
+def root(power: Tensor, p: float) -> Tensor:
+    """From the POWER column to norms, in float64."""
+    if p == 2:
+        return power.sqrt()
+    if p in (0, 1) or math.isinf(p):
+        return power
+    return power ** (1.0 / p)
+
+
+def norms(table: Tensor, p: float) -> Tensor:
+    """The p-norm of each row, ``[n]``, float64."""
+    return root(table[:, POWER], p)
+
+
+def total_norm(table: Tensor, p: float) -> Tensor:
+    """The p-norm of all elements as one vector, 0-d, float64."""
+    return root(combine(table, p)[POWER], p)
+
+
+def coefficient(total: Tensor, max_norm: float | Tensor) -> Tensor:
+    """``min(1, max_norm / (total + EPS))``, 0-d, float64.
+
+    An infinite `max_norm` gives 1 whatever the total; a NaN stays NaN.
+    """
+    limit = torch.as_tensor(max_norm, dtype=torch.float64, device=total.device).reshape(())
+    coef = (limit / (total + EPS)).clamp(max=1.0)  # clamp keeps NaN
+    return torch.where(limit == math.inf, 1.0, coef)
+
+
+def unscale(table: Tensor, p: float, inv_scale: Tensor | None) -> Tensor:
+    """The table of ``x * inv_scale`` from that of ``x``: no element has to be multiplied for it."""
+    if inv_scale is None:
+        return table
+    factor = inv_scale.to(table.device, torch.float64).abs()
+    table = table.clone()
+    table[:, MAX_ABS] *= factor
+    table[:, POWER] *= factor if math.isinf(p) else factor**p
+    return table
+
+
+def repeat(table: Tensor, p: float, counts: Sequence[int]) -> Tensor:
+    """The table of tensors whose stored elements stand for `counts` elements each."""
+    if all(count == 1 for count in counts):
+        return table
+    factor = torch.tensor(counts, dtype=torch.float64, device=table.device)
+    table = table.clone()
+    summed = [NAN, INF, ZERO] if math.isinf(p) else [POWER, NAN, INF, ZERO]
+    table[:, summed] *= factor[:, None]
+    return table
