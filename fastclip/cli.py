@@ -1,0 +1,77 @@
+"""Argument parsing and exit statuses of `fastclip`; the work is in fastclip.commands.
+
+Nothing here imports torch: `fastclip --help` answers at once, and each command imports what it
+needs when it runs. Exit statuses: 0 fine, 1 the command found something wrong, 2 wrong input,
+130 interrupted.
+"""
+
+import argparse
+import importlib
+import os
+import sys
+from collections.abc import Sequence
+from typing import NoReturn
+
+from fastclip import __version__
+from fastclip.commands import InputError
+
+COMMANDS = {
+    "demo": "one bad batch: a loss spike in half precision, and a real model, saved by clipping",
+    "doctor": "what fastclip finds on this machine: versions, backends, and why each was chosen",
+    "check": "every available backend against the float64 reference",
+}
+
+
+class _Parser(argparse.ArgumentParser):
+    """A parser whose errors are one line instead of the usage and a line."""
+
+    def error(self, message: str) -> NoReturn:
+        self.exit(2, f"fastclip: {message}; try `{self.prog} --help`\n")
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = _Parser(
+        prog="fastclip", description="Fused gradient clipping and gradient statistics for PyTorch."
+    )
+    parser.add_argument("--version", action="version", version=f"fastclip {__version__}")
+    commands = parser.add_subparsers(dest="command", metavar="COMMAND", title="commands")
+    for name, summary in COMMANDS.items():
+        command = commands.add_parser(
+            name, help=summary, description=f"{summary[0].upper()}{summary[1:]}."
+        )
+        command.add_argument(
+            "--json", action="store_true", help="print one JSON document on stdout"
+        )
+    return parser
+
+
+def _run(argv: Sequence[str] | None) -> int:
+    parser = _parser()
+    options = parser.parse_args(argv)
+    if options.command is None:
+        parser.error(f"name a command ({', '.join(COMMANDS)})")
+    command = importlib.import_module(f"fastclip.commands.{options.command}")
+    status: int = command.run(json=options.json)
+    sys.stdout.flush()  # here, so that a closed pipe is met inside main()
+    return status
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    try:
+        return _run(argv)
+    except InputError as error:
+        print(f"fastclip: {error}", file=sys.stderr)
+        return 2
+    except ModuleNotFoundError as error:
+        if error.name != "torch":
+            raise
+        print("fastclip: PyTorch is missing; install it with `pip install torch`", file=sys.stderr)
+        return 2
+    except KeyboardInterrupt:
+        print("fastclip: interrupted", file=sys.stderr)
+        return 130
+    except BrokenPipeError:
+        # The reader (`| head`) has what it wanted. Python would complain again when it flushes
+        # stdout at exit, so point stdout somewhere that takes the rest.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 141  # 128 + SIGPIPE, what a shell reports for any program in this place

@@ -1,0 +1,267 @@
+"""`fastclip doctor`: what fastclip finds on this machine, and why it chose what it chose.
+
+Every question is asked on its own, so that a broken answer is one line of the report and hides no
+other. The exit status is 1 only if no backend works at all.
+"""
+
+import importlib
+import importlib.metadata
+import os
+import platform
+import shlex
+import subprocess
+import sys
+import textwrap
+import warnings
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any, TypeVar
+
+from fastclip import __version__
+from fastclip.commands import print_json
+
+T = TypeVar("T")
+
+PACKAGES = ("torch", "triton", "scikit-learn")
+VARIABLES = ("FASTCLIP_BACKEND", "FASTCLIP_BUILD", "FASTCLIP_CACHE", "FASTCLIP_SIMD")
+ALSO_READ = ("CXX", "MAX_JOBS", "OMP_NUM_THREADS", "TRITON_INTERPRET")
+SIMD = ("avx", "avx2", "fma", "f16c", "avx512f", "avx512bw", "avx512vl", "avx512dq")
+SIMD_ARM = ("asimd", "asimdhp", "bf16", "sve", "sve2")
+
+
+class Probe:
+    """Asks one question at a time and keeps the problems met on the way."""
+
+    def __init__(self) -> None:
+        self.problems: list[dict[str, str]] = []
+
+    def note(self, what: str, problem: object) -> None:
+        entry = {"what": what, "problem": " ".join(str(problem).split())}
+        if entry not in self.problems:
+            self.problems.append(entry)
+
+    def ask(self, what: str, question: Callable[[], T]) -> T | None:
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            try:
+                return question()
+            except Exception as error:  # whatever is broken here is what the user came to see
+                self.note(what, f"{type(error).__name__}: {error}")
+                return None
+            finally:
+                for warning in caught:
+                    self.note(what, warning.message)
+
+
+def run(json: bool) -> int:
+    report = collect()
+    if json:
+        print_json(report)
+    else:
+        print(render(report))
+    return 0 if _working(report) else 1
+
+
+def collect() -> dict[str, Any]:
+    """Everything doctor knows, as plain values; what could not be found out is None."""
+    probe = Probe()
+    available = probe.ask("backends", _available)
+    simd, library = None, None
+    if (available or {}).get("cpu", "unknown") is None:
+        simd = probe.ask("SIMD level", lambda: _native().simd())
+        library = probe.ask("native library", lambda: _native().description())
+    environment = probe.ask("environment", lambda: _environment(probe)) or {}
+    return {
+        "versions": {
+            "fastclip": __version__,
+            "python": platform.python_version(),
+            **{name: probe.ask(name, partial(_version, name)) for name in PACKAGES},
+        },
+        "platform": probe.ask("platform", platform.platform),
+        "cpu": probe.ask("CPU", _cpu_model),
+        "cpu_features": probe.ask("CPU features", _cpu_features),
+        "cores": probe.ask("cores", _cores),
+        "threads": probe.ask("threads", _threads),
+        "simd_level": simd,
+        "native_library": library,
+        "compiler": probe.ask("compiler", _compiler),
+        "gpu_support": probe.ask("GPU support", _gpu_support),
+        "gpus": probe.ask("GPUs", _gpus),
+        "backends": available,
+        "choice": probe.ask("automatic choice", _choice),
+        "environment": environment,
+        "problems": probe.problems,
+    }
+
+
+def _working(report: dict[str, Any]) -> list[str]:
+    return [name for name, reason in (report["backends"] or {}).items() if reason is None]
+
+
+def _backends() -> Any:
+    return importlib.import_module("fastclip.backends")
+
+
+def _native() -> Any:
+    return importlib.import_module("fastclip.backends.native")
+
+
+def _available() -> dict[str, str | None]:
+    return dict(_backends().available())
+
+
+def _choice() -> dict[str, dict[str, str]]:
+    return {
+        device: {"backend": name, "reason": reason}
+        for device, (name, reason) in _backends().explain().items()
+    }
+
+
+def _version(package: str) -> str | None:
+    """From the package's metadata: nothing is imported for it."""
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return None
+
+
+def _cpuinfo(key: str) -> str | None:
+    """A field of the first processor in /proc/cpuinfo; None where there is no such thing."""
+    path = Path("/proc/cpuinfo")
+    if path.exists():
+        for line in path.read_text(errors="replace").splitlines():
+            name, _, value = line.partition(":")
+            if name.strip() == key:
+                return value.strip()
+    return None
+
+
+def _cpu_model() -> str:
+    return _cpuinfo("model name") or platform.processor() or platform.machine()
+
+
+def _cpu_features() -> list[str]:
+    flags = (_cpuinfo("flags") or _cpuinfo("Features") or "").split()
+    return [name for name in SIMD + SIMD_ARM if name in flags]
+
+
+def _cores() -> int | None:
+    if sys.platform == "linux":
+        return len(os.sched_getaffinity(0))  # a container may see fewer than the machine has
+    return os.cpu_count()
+
+
+def _threads() -> int:
+    threads: int = importlib.import_module("torch").get_num_threads()
+    return threads
+
+
+def _compiler() -> str:
+    build = importlib.import_module("fastclip._build")
+    command: str | None = build.compiler()
+    if command is None:
+        return f"none: {build.missing_compiler()}"
+    said = subprocess.run(
+        [*shlex.split(command), "--version"], capture_output=True, text=True, timeout=20
+    )
+    if said.returncode != 0:
+        raise RuntimeError(f"{command} --version: status {said.returncode}: {said.stderr}")
+    return f"{command}: {(said.stdout.splitlines() or ['no version'])[0]}"
+
+
+def _gpu_support() -> str:
+    torch = importlib.import_module("torch")
+    if torch.version.hip:
+        return f"ROCm {torch.version.hip}"
+    return f"CUDA {torch.version.cuda}" if torch.version.cuda else "CPU only"
+
+
+def _gpus() -> list[str]:
+    torch = importlib.import_module("torch")
+    if torch.cuda.is_available():
+        devices = map(torch.cuda.get_device_properties, range(torch.cuda.device_count()))
+        return [
+            f"{gpu.name} ({gpu.major}.{gpu.minor}, {gpu.total_memory / 2**30:.0f} GiB)"
+            for gpu in devices
+        ]
+    if torch.accelerator.is_available():
+        kind = torch.accelerator.current_accelerator().type
+        return [f"{kind}:{index}" for index in range(torch.accelerator.device_count())]
+    return []
+
+
+def _environment(probe: Probe) -> dict[str, str]:
+    for name in sorted(os.environ):
+        if name.startswith("FASTCLIP_") and name not in VARIABLES:
+            probe.note("environment", f"{name} is not a variable that fastclip reads")
+    return {
+        name: value
+        for name, value in sorted(os.environ.items())
+        if name.startswith("FASTCLIP_") or name in ALSO_READ
+    }
+
+
+def _entry(label: str, text: str) -> str:
+    return textwrap.fill(
+        text,
+        79,
+        initial_indent=f"{label:<14}",
+        subsequent_indent=" " * 14,
+        break_long_words=False,
+        break_on_hyphens=False,
+    )
+
+
+def render(report: dict[str, Any]) -> str:
+    lines = ["fastclip doctor", "", *_machine_lines(report)]
+    if report["backends"] is not None:
+        lines += ["", "backends"]
+        for name, reason in report["backends"].items():
+            lines.append(_entry(f"  {name}", "available" if reason is None else f"no: {reason}"))
+    if report["choice"] is not None:
+        lines += ["", "choice"]
+        for device, choice in report["choice"].items():
+            reason = choice["reason"]
+            if report["native_library"]:  # already shown, with its long path
+                reason = reason.replace(report["native_library"], "the native library above")
+            lines.append(_entry(f"  {device}", f"{choice['backend']}: {reason}"))
+    lines.append("")
+    lines += [_entry("problem", line) for line in _problem_lines(report)]
+    return "\n".join([*lines, _closing(report)])
+
+
+def _problem_lines(report: dict[str, Any]) -> list[str]:
+    """One line a problem, however many questions met it."""
+    met: dict[str, list[str]] = {}
+    for entry in report["problems"]:
+        met.setdefault(entry["problem"], []).append(entry["what"])
+    return [f"{', '.join(where)}: {problem}" for problem, where in met.items()]
+
+
+def _machine_lines(report: dict[str, Any]) -> list[str]:
+    unknown = "unknown"
+    versions = [f"{name} {value or 'not installed'}" for name, value in report["versions"].items()]
+    gpus = unknown if report["gpus"] is None else ", ".join(report["gpus"] or ["none found"])
+    variables = [f"{name}={value}" for name, value in report["environment"].items()]
+    features = " ".join(report["cpu_features"] or ["none known"])
+    return [
+        _entry("versions", ", ".join(versions)),
+        _entry("platform", report["platform"] or unknown),
+        _entry("cpu", f"{report['cpu'] or unknown}, {report['cores'] or unknown} cores usable"),
+        _entry("threads", f"{report['threads'] or unknown} (torch.get_num_threads)"),
+        _entry("simd", f"{report['simd_level'] or 'none'} in use; the CPU has {features}"),
+        _entry("gpu", f"{gpus} (this torch: {report['gpu_support'] or unknown})"),
+        _entry("compiler", report["compiler"] or "unknown"),
+        _entry("native", report["native_library"] or "not loaded"),
+        _entry("environment", ", ".join(variables) or "nothing set"),
+    ]
+
+
+def _closing(report: dict[str, Any]) -> str:
+    working = _working(report)
+    if not working:
+        return "No backend works: fastclip cannot run here."
+    if report["problems"]:
+        return f"fastclip runs ({', '.join(working)}), with the problems above."
+    return f"Everything fastclip needs is here; working backends: {', '.join(working)}."

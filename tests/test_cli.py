@@ -1,0 +1,243 @@
+"""The command line: exit statuses, messages, and what doctor reports."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+import fastclip
+from fastclip.cli import main
+from fastclip.commands import doctor
+
+COMMAND = [sys.executable, "-m", "fastclip"]
+
+
+def run(*arguments: str, **variables: str) -> subprocess.CompletedProcess[str]:
+    environment = {**os.environ, **variables}
+    return subprocess.run(
+        [*COMMAND, *arguments], env=environment, capture_output=True, text=True, timeout=300
+    )
+
+
+@pytest.fixture
+def no_torch(tmp_path: Path) -> str:
+    """A PYTHONPATH on which `import torch` fails as it does where torch is not installed."""
+    text = """raise ModuleNotFoundError("No module named 'torch'", name="torch")\n"""
+    (tmp_path / "torch.py").write_text(text)
+    return os.pathsep.join([str(tmp_path), os.environ.get("PYTHONPATH", "")])
+
+
+@pytest.mark.parametrize("arguments", ["--help", "--version", "demo --help", "nonsense", ""])
+def test_answers_without_importing_torch(arguments: str) -> None:
+    code = (
+        "import sys\n"
+        "from fastclip.cli import main\n"
+        "try:\n"
+        "    main(sys.argv[1:])\n"
+        "except SystemExit:\n"
+        "    print('torch' in sys.modules)\n"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code, *arguments.split()], capture_output=True, text=True, timeout=60
+    )
+    assert done.stdout.splitlines()[-1:] == ["False"]
+
+
+def test_version() -> None:
+    done = run("--version")
+    assert (done.returncode, done.stdout) == (0, f"fastclip {fastclip.__version__}\n")
+
+
+def test_help_lists_the_commands() -> None:
+    done = run("--help")
+    assert done.returncode == 0
+    for command in ("demo", "doctor", "check"):
+        assert f"\n    {command} " in done.stdout
+    assert max(map(len, done.stdout.splitlines())) <= 80
+
+
+@pytest.mark.parametrize(
+    ("arguments", "named"),
+    [
+        ("", "demo, doctor, check"),
+        ("nonsense", "nonsense"),
+        ("doctor --verbose", "--verbose"),
+        ("demo twice", "twice"),
+        ("--json", "--json"),
+    ],
+)
+def test_wrong_input_is_one_line_and_status_2(arguments: str, named: str) -> None:
+    done = run(*arguments.split())
+    assert (done.returncode, done.stdout) == (2, "")
+    assert done.stderr.startswith("fastclip: ")
+    assert done.stderr.count("\n") == 1
+    assert named in done.stderr
+
+
+def test_backend_that_cannot_be_had_is_one_line_and_status_2() -> None:
+    done = run("demo", FASTCLIP_BACKEND="nonsense")
+    assert (done.returncode, done.stdout) == (2, "")
+    assert done.stderr.startswith("fastclip: ")
+    assert done.stderr.count("\n") == 1
+    assert "nonsense" in done.stderr
+    assert "reference" in done.stderr  # what is available instead
+
+
+def test_missing_torch_is_one_line_and_status_2(no_torch: str) -> None:
+    done = run("demo", PYTHONPATH=no_torch)
+    assert (done.returncode, done.stdout) == (2, "")
+    assert done.stderr == "fastclip: PyTorch is missing; install it with `pip install torch`\n"
+
+
+def test_interrupt_gives_130_without_a_traceback() -> None:
+    child = subprocess.Popen(
+        [*COMMAND, "demo"], stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True
+    )
+    assert child.stderr is not None
+    with child:
+        first = child.stderr.readline()  # it is at work now
+        child.send_signal(signal.SIGINT)
+        rest = child.stderr.read()
+    assert first.startswith("[1/6]")
+    assert child.returncode == 130
+    assert rest.splitlines()[-1] == "fastclip: interrupted"
+    assert "Traceback" not in rest
+
+
+def test_closed_pipe_is_no_traceback() -> None:
+    child = subprocess.Popen(
+        [*COMMAND, "doctor"], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    )
+    assert child.stdout is not None
+    assert child.stderr is not None
+    with child:
+        child.stdout.close()
+        errors = child.stderr.read()
+    assert child.returncode == 141
+    assert "BrokenPipe" not in errors
+
+
+@pytest.mark.parametrize("status", [0, 1])
+def test_check_is_wired(status: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[bool] = []
+
+    def check(json: bool) -> int:
+        seen.append(json)
+        return status
+
+    monkeypatch.setitem(sys.modules, "fastclip.commands.check", SimpleNamespace(run=check))
+    assert main(["check"]) == status
+    assert main(["check", "--json"]) == status
+    assert seen == [False, True]
+
+
+def test_other_missing_modules_are_not_hidden(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "fastclip.commands.check", None)
+    with pytest.raises(ModuleNotFoundError, match=r"fastclip\.commands\.check"):
+        main(["check"])
+
+
+def test_doctor_json_says_what_the_package_says(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["doctor", "--json"]) == 0
+    report = json.loads(capsys.readouterr().out)
+    assert report["versions"]["fastclip"] == fastclip.__version__
+    assert report["versions"]["torch"] == str(torch.__version__)
+    assert report["versions"]["python"] == sys.version.split()[0]
+    assert report["threads"] == torch.get_num_threads()
+    assert report["backends"] == fastclip.backends.available()
+    assert report["backends"]["reference"] is None
+    choices = {
+        name: (entry["backend"], entry["reason"]) for name, entry in report["choice"].items()
+    }
+    assert choices == fastclip.backends.explain()
+    assert bool(report["gpus"]) == torch.cuda.is_available()
+    if report["backends"]["cpu"] is None:
+        assert report["simd_level"] in ("avx512", "avx2", "plain")
+        assert report["simd_level"] in report["native_library"]
+    else:
+        assert (report["simd_level"], report["native_library"]) == (None, None)
+
+
+def test_doctor_text_fits_and_shows_every_backend(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["doctor"]) == 0
+    text = capsys.readouterr().out
+    for name, reason in fastclip.backends.available().items():
+        assert f"\n  {name:<12}{'available' if reason is None else 'no: '}" in text
+    for line in text.splitlines():
+        assert len(line) <= 80 or len(line.split()) == 1, line  # one long path is as it is
+    assert text.isascii()
+
+
+def test_doctor_reports_the_variables_in_force() -> None:
+    done = run("doctor", "--json", FASTCLIP_BACKEND="reference", FASTCLIP_BACKND="cpu")
+    report = json.loads(done.stdout)
+    assert done.returncode == 0
+    assert report["environment"]["FASTCLIP_BACKEND"] == "reference"
+    assert report["choice"]["cpu"]["backend"] == "reference"
+    assert {
+        "what": "environment",
+        "problem": "FASTCLIP_BACKND is not a variable that fastclip reads",
+    } in report["problems"]
+
+
+def test_doctor_survives_a_request_that_cannot_be_met() -> None:
+    done = run("doctor", FASTCLIP_BACKEND="nonsense")
+    assert done.returncode == 0
+    assert "nonsense" in done.stdout
+    assert "Traceback" not in done.stderr
+
+
+def test_doctor_without_torch_reports_the_rest(no_torch: str) -> None:
+    done = run("doctor", "--json", PYTHONPATH=no_torch)
+    report = json.loads(done.stdout)
+    assert done.returncode == 1
+    assert report["backends"] is None
+    assert report["cpu"]
+    assert {
+        "what": "backends",
+        "problem": "ModuleNotFoundError: No module named 'torch'",
+    } in report["problems"]
+    assert "No backend works" in run("doctor", PYTHONPATH=no_torch).stdout
+
+
+def test_doctor_without_a_compiler(tmp_path: Path) -> None:
+    """Nothing built, nothing to build with: the reference serves, and doctor says why."""
+    done = run("doctor", "--json", CXX="/no/such/compiler", FASTCLIP_CACHE=str(tmp_path))
+    assert done.returncode == 0
+    report = json.loads(done.stdout)
+    assert report["compiler"].startswith("none: ")
+    assert "/no/such/compiler" in report["compiler"]
+
+
+@pytest.mark.parametrize(
+    "question", ["_cpu_model", "_cpu_features", "_threads", "_compiler", "_gpus", "_choice"]
+)
+def test_a_broken_answer_is_one_line(
+    question: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def broken() -> Any:
+        raise OSError("the disk\nis on fire")
+
+    monkeypatch.setattr(doctor, question, broken)
+    assert main(["doctor"]) == 0
+    out = capsys.readouterr().out
+    problems = [line for line in out.splitlines() if line.startswith("problem ")]
+    assert len(problems) == 1
+    assert problems[0].endswith(": OSError: the disk is on fire")
+
+
+def test_no_backend_at_all_is_status_1(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(doctor, "_available", lambda: {"reference": "gone", "cpu": "gone too"})
+    assert main(["doctor"]) == 1
+    out = capsys.readouterr().out
+    assert "  cpu         no: gone too\n" in out
+    assert out.endswith("No backend works: fastclip cannot run here.\n")
