@@ -23,7 +23,7 @@ from fastclip.commands import print_json
 
 T = TypeVar("T")
 
-PACKAGES = ("torch", "triton", "scikit-learn")
+OPTIONAL = ("triton", "scikit-learn")
 VARIABLES = ("FASTCLIP_BACKEND", "FASTCLIP_BUILD", "FASTCLIP_CACHE", "FASTCLIP_SIMD")
 ALSO_READ = ("CXX", "MAX_JOBS", "OMP_NUM_THREADS", "TRITON_INTERPRET")
 SIMD = ("avx", "avx2", "fma", "f16c", "avx512f", "avx512bw", "avx512vl", "avx512dq")
@@ -59,7 +59,8 @@ def run(json: bool) -> int:
     if json:
         print_json(report)
     else:
-        print(render(report))
+        encoding = sys.stdout.encoding or "utf-8"  # what it cannot say is escaped, not a crash
+        print(render(report).encode(encoding, "backslashreplace").decode(encoding))
     return 0 if _working(report) else 1
 
 
@@ -76,7 +77,7 @@ def collect() -> dict[str, Any]:
         "versions": {
             "fastclip": __version__,
             "python": platform.python_version(),
-            **{name: probe.ask(name, partial(_version, name)) for name in PACKAGES},
+            **{name: probe.ask(name, partial(_version, name)) for name in ("torch", *OPTIONAL)},
         },
         "platform": probe.ask("platform", platform.platform),
         "cpu": probe.ask("CPU", _cpu_model),
@@ -241,12 +242,16 @@ def _problem_lines(report: dict[str, Any]) -> list[str]:
 
 def _machine_lines(report: dict[str, Any]) -> list[str]:
     unknown = "unknown"
-    versions = [f"{name} {value or 'not installed'}" for name, value in report["versions"].items()]
+    versions = {
+        name: f"{name} {version or 'not installed'}" for name, version in report["versions"].items()
+    }
+    optional = [versions.pop(name) for name in OPTIONAL]
     gpus = unknown if report["gpus"] is None else ", ".join(report["gpus"] or ["none found"])
     variables = [f"{name}={value}" for name, value in report["environment"].items()]
     features = " ".join(report["cpu_features"] or ["none known"])
     return [
-        _entry("versions", ", ".join(versions)),
+        _entry("versions", ", ".join(versions.values())),
+        _entry("optional", ", ".join(optional)),
         _entry("platform", report["platform"] or unknown),
         _entry("cpu", f"{report['cpu'] or unknown}, {report['cores'] or unknown} cores usable"),
         _entry("threads", f"{report['threads'] or unknown} (torch.get_num_threads)"),
@@ -262,6 +267,9 @@ def _closing(report: dict[str, Any]) -> str:
     working = _working(report)
     if not working:
         return "No backend works: fastclip cannot run here."
+    lines = [f"fastclip runs here; backends that work: {', '.join(working)}."]
+    if "cpu" not in working:
+        lines.append("With the backend cpu it would be faster: see above what that misses.")
     if report["problems"]:
-        return f"fastclip runs ({', '.join(working)}), with the problems above."
-    return f"Everything fastclip needs is here; working backends: {', '.join(working)}."
+        lines.append("There are problems: see above.")
+    return "\n".join(lines)
