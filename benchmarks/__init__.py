@@ -1,0 +1,1 @@
+"""Benchmarks: `python -m benchmarks.cpu`. How they are taken and read: benchmarks/README.md."""
