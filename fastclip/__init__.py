@@ -46,15 +46,17 @@ _HOME = {
 }
 
 
-def __getattr__(name: str) -> object:
-    if name == "backends":
-        return import_module("fastclip.backends")
-    if name not in _HOME:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    value = getattr(import_module(f"fastclip.{_HOME[name]}"), name)
-    globals()[name] = value  # the next access does not come through here
-    return value
+if not TYPE_CHECKING:  # a type checker would take __getattr__ to mean that every name exists
+
+    def __getattr__(name: str) -> object:
+        if name == "backends":
+            return import_module("fastclip.backends")
+        if name not in _HOME:
+            raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+        value = getattr(import_module(f"fastclip.{_HOME[name]}"), name)
+        globals()[name] = value  # the next access does not come through here
+        return value
 
 
 def __dir__() -> list[str]:
-    return sorted(set(globals()) | set(__all__))
+    return sorted({*globals(), *__all__})
