@@ -1,6 +1,7 @@
-// The operators of the native library: their schemas and their CPU registration. They serve a list whole
-// or not at all: `refused` is the position of the first tensor that the kernels cannot take as it is, -1
-// if there is none; when one is refused nothing has been touched and the tensors returned are empty.
+// The operators of the native library: their schemas and their CPU registration. They serve a list
+// whole or not at all: `refused` is the position of the first tensor that the kernels cannot take
+// as it is, -1 if there is none; when one is refused nothing has been touched and the tensors
+// returned are empty.
 #include <torch/csrc/stable/library.h>
 #include <torch/csrc/stable/tensor.h>
 #include <torch/headeronly/util/Exception.h>
@@ -29,7 +30,8 @@ Tensor empty(std::initializer_list<int64_t> sizes, int32_t dtype) {
   // At most two dimensions here, contiguous.
   const int64_t strides[2] = {sizes.size() == 2 ? sizes.begin()[1] : 1, 1};
   AtenTensorHandle handle;
-  STABLE_TORCH_ERROR_CODE_CHECK(aoti_torch_empty_strided(int64_t(sizes.size()), sizes.begin(), strides, dtype,
+  STABLE_TORCH_ERROR_CODE_CHECK(aoti_torch_empty_strided(int64_t(sizes.size()), sizes.begin(),
+                                                         strides, dtype,
                                                          aoti_torch_device_type_cpu(), 0, &handle));
   return Tensor(handle);
 }
@@ -161,7 +163,8 @@ STABLE_TORCH_LIBRARY_IMPL(fastclip_native, CompositeExplicitAutograd, m) {
   m.impl("source_hash", TORCH_BOX(&fastclip::source_hash));
 }
 
-// Gradients of gradients are not defined, and the dispatcher's own fallback costs time on every tensor.
+// Gradients of gradients are not defined, and the dispatcher's own fallback costs time on every
+// tensor.
 STABLE_TORCH_LIBRARY_IMPL(fastclip_native, Autograd, m) {
   m.impl("measure", &fastclip::measure);
   m.impl("scale_", &fastclip::scale_);

@@ -1,6 +1,6 @@
 // The statistics table: what one element does to a row, how two rows combine, and what follows from
-// the whole table. One arithmetic for every kernel. `static`: kernels of several SIMD levels include this,
-// and the linker must never merge their copies.
+// the whole table. One arithmetic for every kernel. `static`: kernels of several SIMD levels
+// include this, and the linker must never merge their copies.
 #pragma once
 
 #include <cmath>
@@ -11,7 +11,8 @@ namespace fastclip {
 // The norms whose powers the kernels accumulate; any other order is the reference's.
 enum class Norm { kCount, kSum, kSquares, kMax };  // p = 0, 1, 2, inf
 
-// One row, laid out as the columns POWER, MAX_ABS, NAN, INF, ZERO. Counts are doubles, exact to 2^53.
+// One row, laid out as the columns POWER, MAX_ABS, NAN, INF, ZERO. Counts are doubles, exact to
+// 2^53.
 struct Row {
   double power = 0;
   double max_abs = 0;
@@ -29,10 +30,18 @@ static inline double max_or_nan(double a, double b) { return b > a || b != b ? b
 static inline void add_element(Row& row, double x, Norm norm) {
   const double magnitude = std::fabs(x);
   switch (norm) {
-    case Norm::kCount: row.power += x != 0; break;
-    case Norm::kSum: row.power += magnitude; break;
-    case Norm::kSquares: row.power += x * x; break;
-    case Norm::kMax: row.power = max_or_nan(row.power, magnitude); break;
+    case Norm::kCount:
+      row.power += x != 0;
+      break;
+    case Norm::kSum:
+      row.power += magnitude;
+      break;
+    case Norm::kSquares:
+      row.power += x * x;
+      break;
+    case Norm::kMax:
+      row.power = max_or_nan(row.power, magnitude);
+      break;
   }
   row.nan += x != x;
   row.inf += magnitude == HUGE_VAL;

@@ -32,7 +32,7 @@ def result_dtype(tensors: Sequence[Tensor]) -> torch.dtype:
     return torch.float64 if any(t.dtype in WIDE for t in tensors) else torch.float32
 
 
-def empty(p: float, n: int, device: torch.device | None = None) -> Tensor:
+def empty(p: float, n: int, device: torch.device) -> Tensor:
     """The rows of `n` tensors without elements."""
     rows = torch.zeros(n, COLUMNS, dtype=torch.float64, device=device)
     if p == -math.inf:

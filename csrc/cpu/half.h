@@ -1,5 +1,5 @@
-// Half-precision numbers without hardware support, exact in every case; `internal` linkage because each
-// SIMD level is compiled with other flags and the linker must never merge their functions.
+// Half-precision numbers without hardware support, exact in every case; `internal` linkage because
+// each SIMD level is compiled with other flags and the linker must never merge their functions.
 #pragma once
 
 #include <cstdint>
@@ -26,7 +26,8 @@ inline float half_to_float(uint16_t bits) {
   } else if (exponent != 0) {
     out += uint32_t(127 - 15) << 23;
   } else {
-    // A denormal half is mantissa * 2^-24; built from normal floats so that flush-to-zero cannot lose it.
+    // A denormal half is mantissa * 2^-24; built from normal floats so that flush-to-zero cannot
+    // lose it.
     const uint32_t one = uint32_t(127 - 14) << 23;
     out = bit_cast<uint32_t>(bit_cast<float>(out + one) - bit_cast<float>(one));
   }

@@ -61,7 +61,8 @@ bool append(AtenTensorHandle tensor, bool writable, Pieces& pieces) {
       pieces.layouts.push_back(layout);
     }
   }
-  pieces.list.push_back({numel > 0 ? data_of(tensor, writable) : nullptr, numel, Type(type), index});
+  pieces.list.push_back(
+      {numel > 0 ? data_of(tensor, writable) : nullptr, numel, Type(type), index});
   return true;
 }
 
@@ -118,7 +119,8 @@ Inputs collect(const TensorList& tensors, bool writable) {
   Addresses addresses(tensors.size());
   inputs.pieces.list.reserve(size_t(tensors.size()));
   for (int64_t i = 0; i < tensors.size(); ++i) {
-    const bool ok = tensors.with(i, [&](AtenTensorHandle t) { return append(t, writable, inputs.pieces); });
+    const bool ok =
+        tensors.with(i, [&](AtenTensorHandle t) { return append(t, writable, inputs.pieces); });
     const Piece* piece = ok ? &inputs.pieces.list.back() : nullptr;
     if (!ok || (piece->numel > 0 && !addresses.insert(piece->data))) {
       inputs.refused = i;

@@ -33,8 +33,8 @@ struct Inputs {
   int64_t refused = -1;  // the first tensor that cannot be served, and then `pieces` ends before it
 };
 
-// A tensor is served if it is a strided CPU tensor of a dtype in Type, with memory free of overlap and at
-// an address no earlier tensor of the list has.
+// A tensor is served if it is a strided CPU tensor of a dtype in Type, with memory free of overlap
+// and at an address no earlier tensor of the list has.
 Inputs collect(const TensorList& tensors, bool writable);
 
 // The same test for every tensor, refused ones left out: out[i] is 1 for a served tensor, else 0.

@@ -11,8 +11,8 @@ enum class Type : int32_t { kFloat, kBFloat16, kHalf, kDouble };
 constexpr int kTypes = 4;
 constexpr int64_t kTypeBytes[kTypes] = {4, 2, 2, 8};
 
-// Neither pointer needs any alignment. measure() adds n elements to the row; scale() multiplies them by
-// coef in float (double for kDouble) and rounds once.
+// Neither pointer needs any alignment. measure() adds n elements to the row; scale() multiplies
+// them by coef in float (double for kDouble) and rounds once.
 struct Kernels {
   const char* name;
   void (*measure[kTypes])(const char* x, int64_t n, Norm norm, Row& row);
@@ -24,7 +24,7 @@ const Kernels* kernels_avx512();
 const Kernels* kernels_avx2();
 const Kernels* kernels_plain();
 
-const Kernels& kernels();              // the level in use: the best this CPU has, until chosen otherwise
+const Kernels& kernels();  // the level in use: the best this CPU has, until chosen otherwise
 bool choose_kernels(const char* name);  // false if there is no such level here
 
 }  // namespace fastclip::cpu

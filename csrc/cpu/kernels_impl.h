@@ -1,6 +1,7 @@
-// The kernels, written once on GCC/Clang vector types and compiled once per SIMD level with that level's
-// flags. The including file defines FASTCLIP_VECTOR_BYTES and FASTCLIP_LEVEL. Everything here has internal
-// linkage, and no standard template is used: the linker must never pick another level's copy of it.
+// The kernels, written once on GCC/Clang vector types and compiled once per SIMD level with that
+// level's flags. The including file defines FASTCLIP_VECTOR_BYTES and FASTCLIP_LEVEL. Everything
+// here has internal linkage, and no standard template is used: the linker must never pick another
+// level's copy of it.
 #pragma once
 
 #include <cfloat>
@@ -43,8 +44,8 @@ inline V as(W w) {
   return (V)w;  // a cast between vector types of one size keeps the bits
 }
 
-// Per dtype: the integer of its width, the bits of a magnitude, the smallest non-finite one, the type sums
-// are kept in, and how one vector of it becomes kWiden vectors of that type and back.
+// Per dtype: the integer of its width, the bits of a magnitude, the smallest non-finite one, the
+// type sums are kept in, and how one vector of it becomes kWiden vectors of that type and back.
 struct Float {
   using Bits = int32_t;
   using Sum = float;
@@ -112,7 +113,8 @@ struct Half {
   static constexpr int kPerVector = kBytes / int(sizeof(Bits));
   static constexpr int kPerSum = kBytes / int(sizeof(Sum));
   static inline void widen(Vec<Bits> v, Floats* out) {
-    for (int i = 0; i < kPerVector; ++i) out[i / kPerSum][i % kPerSum] = half_to_float(uint16_t(v[i]));
+    for (int i = 0; i < kPerVector; ++i)
+      out[i / kPerSum][i % kPerSum] = half_to_float(uint16_t(v[i]));
   }
   static inline Vec<Bits> narrow(const Floats* in) {
     Vec<Bits> v{};
@@ -150,13 +152,13 @@ inline typename T::Bits load_bits(const char* x, int64_t i) {
 constexpr int kSums = 8;
 template <class T>
 constexpr int64_t kStep = kSums * (kBytes / int64_t(sizeof(typename T::Sum)));  // elements
-// Each float32 lane takes at most 32 terms of one sign before it is added up in float64, so that the
-// relative error of a sum is below 31 * 2^-24 = 1.9e-6, and half of that for a norm.
+// Each float32 lane takes at most 32 terms of one sign before it is added up in float64, so that
+// the relative error of a sum is below 31 * 2^-24 = 1.9e-6, and half of that for a norm.
 template <class T>
 constexpr int64_t kBlock = 32 * kStep<T>;
 
-// A float32 sum below this may have lost terms to underflow: 4096 of them, each off by at most 2^-126
-// (flush-to-zero), against the 2^-24 of the sum's own precision.
+// A float32 sum below this may have lost terms to underflow: 4096 of them, each off by at most
+// 2^-126 (flush-to-zero), against the 2^-24 of the sum's own precision.
 constexpr double kSmallestSafeSum = 0x1p-90;
 
 template <class T>
@@ -234,7 +236,8 @@ __attribute__((noinline)) void add_exact(const char* x, int64_t n, Row& row) {
   Row rows[kRows];
   int64_t i = 0;
   for (; i + kRows <= n; i += kRows)
-    for (int k = 0; k < kRows; ++k) add_element(rows[k], double(T::value(load_bits<T>(x, i + k))), N);
+    for (int k = 0; k < kRows; ++k)
+      add_element(rows[k], double(T::value(load_bits<T>(x, i + k))), N);
   for (; i < n; ++i) add_element(rows[0], double(T::value(load_bits<T>(x, i))), N);
   for (const Row& part : rows) combine(row, part, N);
 }
@@ -264,10 +267,14 @@ void measure_run(const char* x, int64_t n, Row& row) {
 template <class T>
 void measure(const char* x, int64_t n, Norm norm, Row& row) {
   switch (norm) {
-    case Norm::kCount: return measure_run<T, Norm::kCount>(x, n, row);
-    case Norm::kSum: return measure_run<T, Norm::kSum>(x, n, row);
-    case Norm::kSquares: return measure_run<T, Norm::kSquares>(x, n, row);
-    case Norm::kMax: return measure_run<T, Norm::kMax>(x, n, row);
+    case Norm::kCount:
+      return measure_run<T, Norm::kCount>(x, n, row);
+    case Norm::kSum:
+      return measure_run<T, Norm::kSum>(x, n, row);
+    case Norm::kSquares:
+      return measure_run<T, Norm::kSquares>(x, n, row);
+    case Norm::kMax:
+      return measure_run<T, Norm::kMax>(x, n, row);
   }
 }
 

@@ -13,7 +13,8 @@ bool make_layout(const int64_t* sizes, const int64_t* strides, int64_t dim, Layo
     if (sizes[i] != 1) dims.push_back({sizes[i], strides[i]});
   std::sort(dims.begin(), dims.end(), [](Dim a, Dim b) { return a.stride > b.stride; });
 
-  // From the innermost out: a dimension whose stride clears the extent of all inner ones cannot overlap.
+  // From the innermost out: a dimension whose stride clears the extent of all inner ones cannot
+  // overlap.
   int64_t extent = 1;
   for (size_t i = dims.size(); i-- > 0;) {
     if (dims[i].stride < extent) return false;

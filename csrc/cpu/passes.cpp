@@ -1,5 +1,5 @@
-// The two passes over a gradient list: what is cut where, by whom it is run, and in which order the parts
-// are added up. Nothing here depends on the number of threads but who does the work.
+// The two passes over a gradient list: what is cut where, by whom it is run, and in which order the
+// parts are added up. Nothing here depends on the number of threads but who does the work.
 #include <algorithm>
 #include <atomic>
 
@@ -12,8 +12,8 @@ namespace {
 constexpr int64_t kMinChunk = int64_t(1) << 16;  // elements; a multiple of every kernel's block
 // Bounds the partial rows to 8192 * 40 bytes = 320 KiB however many elements there are.
 constexpr int64_t kMaxChunks = 8192;
-// What a thread takes at a time, and the least that is worth waking one for: 5 to 20 us of work, about
-// what entering a parallel region costs.
+// What a thread takes at a time, and the least that is worth waking one for: 5 to 20 us of work,
+// about what entering a parallel region costs.
 constexpr int64_t kBatchBytes = int64_t(1) << 18;
 
 // A run of consecutive chunks, given by its first.
@@ -69,8 +69,8 @@ struct Schedule {
   }
 };
 
-// Threads take batches as they get free: one that is held up holds up no other. Which of them takes a
-// batch has no influence on the result.
+// Threads take batches as they get free: one that is held up holds up no other. Which of them takes
+// a batch has no influence on the result.
 template <class F>
 void for_all_chunks(const Schedule& schedule, const Threads& threads, bool backwards, F f) {
   struct Work {
@@ -123,7 +123,9 @@ void scale_strided(const Piece& piece, const Layout& layout, Range range, double
   }
 }
 
-bool writes_nothing(Type type, double coef) { return type == Type::kDouble ? coef == 1 : float(coef) == 1; }
+bool writes_nothing(Type type, double coef) {
+  return type == Type::kDouble ? coef == 1 : float(coef) == 1;
+}
 
 }  // namespace
 
@@ -143,14 +145,16 @@ void measure(const Pieces& pieces, Norm norm, const Threads& threads, Row* rows)
     const Piece& piece = pieces.list[p];
     const Range range = range_of(piece, schedule, c);
     Row& row = partial_of[p] < 0 ? rows[p] : partial[partial_of[p] + c];
-    if (piece.layout >= 0) return measure_strided(piece, pieces.layouts[piece.layout], range, norm, row);
+    if (piece.layout >= 0)
+      return measure_strided(piece, pieces.layouts[piece.layout], range, norm, row);
     const int type = int(piece.type);
     kernels().measure[type](piece.data + range.begin * kTypeBytes[type], range.n, norm, row);
   });
 
   for (int64_t p = 0; p < n; ++p)
     if (partial_of[p] >= 0)
-      for (int64_t c = 0; c < schedule.chunks(p); ++c) combine(rows[p], partial[partial_of[p] + c], norm);
+      for (int64_t c = 0; c < schedule.chunks(p); ++c)
+        combine(rows[p], partial[partial_of[p] + c], norm);
 }
 
 void scale(const Pieces& pieces, const double* coefs, int64_t stride, const Threads& threads) {

@@ -11,8 +11,8 @@ namespace fastclip::cpu {
 
 constexpr int64_t kBufferElements = 4096;  // 32 KiB of doubles: stays in the first-level cache
 
-// Calls f(offset, stride, n) for the runs along the innermost dimension that make up the n elements from
-// logical element `begin` on; offset in elements from the tensor's first.
+// Calls f(offset, stride, n) for the runs along the innermost dimension that make up the n elements
+// from logical element `begin` on; offset in elements from the tensor's first.
 template <class F>
 void for_runs(const Layout& layout, int64_t begin, int64_t n, F f) {
   const int inner = layout.dims - 1;
@@ -37,7 +37,8 @@ template <int64_t kSize>
 void gather(const char* data, const Layout& layout, int64_t begin, int64_t n, char* buffer) {
   for_runs(layout, begin, n, [&](int64_t offset, int64_t stride, int64_t run) {
     const char* from = data + offset * kSize;
-    for (int64_t i = 0; i < run; ++i, buffer += kSize) std::memcpy(buffer, from + i * stride * kSize, kSize);
+    for (int64_t i = 0; i < run; ++i, buffer += kSize)
+      std::memcpy(buffer, from + i * stride * kSize, kSize);
   });
 }
 
@@ -45,7 +46,8 @@ template <int64_t kSize>
 void scatter(char* data, const Layout& layout, int64_t begin, int64_t n, const char* buffer) {
   for_runs(layout, begin, n, [&](int64_t offset, int64_t stride, int64_t run) {
     char* to = data + offset * kSize;
-    for (int64_t i = 0; i < run; ++i, buffer += kSize) std::memcpy(to + i * stride * kSize, buffer, kSize);
+    for (int64_t i = 0; i < run; ++i, buffer += kSize)
+      std::memcpy(to + i * stride * kSize, buffer, kSize);
   });
 }
 

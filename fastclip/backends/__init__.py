@@ -98,7 +98,7 @@ def _explained(device_type: str) -> tuple[str, str]:
 @functools.cache
 def _automatic(device_type: str) -> tuple[Backend, list[str]]:
     """The choice, and for each better one why it was not chosen."""
-    skipped = []
+    skipped: list[str] = []
     for name in AUTOMATIC.get(device_type, ("reference",)):
         found = _found(name)
         if isinstance(found, Backend):

@@ -23,8 +23,8 @@ class Backend:
         Both for one global threshold, a float or a 0-d tensor: the table, the total norm in
         `table.result_dtype` and the coefficient in float64, 0-d each. Writes
         ``x * coef * inv_scale``, and nothing when that factor is 1.
-    quick_measure(grads, p), quick_clip_(grads, p, max_norm)
-        The same without a loss scale for a list as the caller passed it: None, with nothing
+    quick_measure(grads, p), quick_scale_(grads, coef), quick_clip_(grads, p, max_norm)
+        The same without a loss scale for a list as the caller passed it: None (False), with nothing
         touched, if it is anything but plain distinct tensors that the kernels serve as they are.
         They save looking at each tensor in Python, which costs more than a small tensor itself.
     """
@@ -38,6 +38,7 @@ class Backend:
         [Sequence[Tensor], float, float | Tensor, Tensor | None], tuple[Tensor, Tensor, Tensor]
     ]
     quick_measure: Callable[[Sequence[Tensor], float], Tensor | None] | None = None
+    quick_scale_: Callable[[Sequence[Tensor], Tensor], bool] | None = None
     quick_clip_: (
         Callable[[Sequence[Tensor], float, float | Tensor], tuple[Tensor, Tensor, Tensor] | None]
         | None

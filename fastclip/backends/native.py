@@ -65,6 +65,7 @@ def provide() -> Backend:
         scale_,
         clip_,
         quick_measure,
+        quick_scale_,
         quick_clip_,
     )
 
@@ -79,8 +80,7 @@ def measure(grads: Sequence[Tensor], p: float, inv_scale: Tensor | None) -> Tens
 
 def scale_(grads: Sequence[Tensor], coef: Tensor) -> None:
     """Multiply in place; see `contract.Backend`."""
-    coef = coef.detach().to("cpu", torch.float64).contiguous()
-    if _operators().scale_(grads, coef) < 0:
+    if quick_scale_(grads, coef):
         return
     coefs = coef.expand(len(grads))
     mine, rest = _served(grads)
@@ -112,6 +112,11 @@ def quick_measure(grads: Sequence[Tensor], p: float) -> Tensor | None:
     return table if refused < 0 else None
 
 
+def quick_scale_(grads: Sequence[Tensor], coef: Tensor) -> bool:
+    """Multiply in place; False, with nothing touched, if some tensor is not served as it is."""
+    return _operators().scale_(grads, coef.detach().to("cpu", torch.float64).contiguous()) < 0
+
+
 def quick_clip_(
     grads: Sequence[Tensor], p: float, max_norm: float | Tensor
 ) -> tuple[Tensor, Tensor, Tensor] | None:
@@ -125,7 +130,7 @@ def quick_clip_(
 def _measure_apart(grads: Sequence[Tensor], p: float) -> Tensor:
     """Rows from the kernels where they serve, else from the reference."""
     mine, rest = _served(grads) if p in NORMS else ([], list(range(len(grads))))
-    table = tables.empty(p, len(grads))
+    table = tables.empty(p, len(grads), torch.device("cpu"))
     if mine:
         table[mine] = _operators().measure([grads[row] for row in mine], p)[0]
     if rest:

@@ -19,7 +19,7 @@ PIECE = 1 << 16  # elements: a piece in float64 (512 KiB) stays in a second-leve
 def measure(grads: Sequence[Tensor], p: float, inv_scale: Tensor | None) -> Tensor:
     """The table of `grads`: dense or strided tensors, real or complex, on one device."""
     if not grads:
-        return tables.empty(p, 0)
+        return tables.empty(p, 0, torch.device("cpu"))
     table = torch.stack([_row(grad, p) for grad in grads])
     return tables.unscale(table, p, inv_scale)
 
@@ -80,7 +80,7 @@ def _power(x: Tensor, p: float) -> Tensor:
 
 
 def _magnitude(x: Tensor) -> Tensor:
-    """``abs(x)`` in float64. A complex number with an infinite part is infinite, else NaN with NaN."""
+    """``abs(x)`` in float64; a complex number with an infinite part is infinite, else NaN wins."""
     if not x.is_complex():
         return x.to(torch.float64).abs()
     real, imag = _real(x).to(torch.float64).unbind(-1)

@@ -1,0 +1,205 @@
+"""Gradient clipping and gradient statistics: drop-in for the functions of ``torch.nn.utils``.
+
+`parameters` is a Tensor, an iterable of Tensors or of ``(name, Tensor)`` pairs, or a Module.
+Gradients may be of any floating or complex dtype, mixed dtypes and devices, dense with any strides
+or sparse COO. `foreach` is accepted for compatibility and has no effect. Gradients are changed
+without raising their autograd version counters.
+"""
+
+import math
+
+import torch
+from torch import Tensor
+
+from fastclip import gradients, passes
+from fastclip import table as tables
+from fastclip.gradients import NamedTensors, Parameters
+from fastclip.stats import GradStats
+
+SHOWN = 10  # offenders an error message lists
+
+
+def clip_grad_norm_(
+    parameters: Parameters,
+    max_norm: float | Tensor,
+    norm_type: float | str = 2.0,
+    error_if_nonfinite: bool = False,
+    foreach: bool | None = None,
+) -> Tensor:
+    """Rescale all gradients in place so that their norm, as one vector, is at most `max_norm`.
+
+    >>> total_norm = fastclip.clip_grad_norm_(model.parameters(), 1.0)
+
+    Gradients are multiplied by ``min(1, max_norm / (total_norm + 1e-6))``. When that is 1 none of
+    them is written.
+
+    Args:
+        parameters: what to clip the gradients of; see the module's description.
+        max_norm: the threshold; infinity only measures. A one-element Tensor stays on its
+            device and is not checked.
+        norm_type: the order p of the norm, any number or ``"inf"``; 0 counts non-zero elements.
+        error_if_nonfinite: raise instead of clipping when an element is NaN or infinite. This waits
+            for the device.
+        foreach: has no effect.
+
+    Returns:
+        The norm before clipping, 0-d, on the first gradient's device; float32, or float64 if any
+        gradient is float64 or complex128. CPU float32 0 if there are no gradients.
+
+    Raises:
+        ValueError: `max_norm` is negative or NaN, or `norm_type` is NaN.
+        TypeError: a gradient's dtype, layout or type is not supported.
+        RuntimeError: a gradient's elements share memory; or `error_if_nonfinite` found a NaN or an
+            infinity, and the message names the parameters. No gradient has been changed.
+    """
+    p = _order(norm_type)
+    limit = _max_norm(max_norm)
+    listed = gradients.of_parameters(parameters)
+    if not listed.grads:
+        return torch.zeros((), device="cpu", dtype=torch.float32)
+    if torch.compiler.is_compiling():
+        from fastclip import ops
+
+        if error_if_nonfinite:
+            raise NotImplementedError("error_if_nonfinite=True cannot be compiled")
+        return ops.clip_grads_(listed.grads, p, limit)
+    if not error_if_nonfinite:
+        return passes.clip_(listed, p, limit)
+    found, table = passes.measure(listed, p)
+    _refuse_nonfinite(table, found.names, p)
+    total = tables.total_norm(table, p)
+    passes.scale_(found, tables.coefficient(total, limit))
+    return total.to(tables.result_dtype(found.tensors))
+
+
+def get_total_norm(
+    tensors: Tensor | NamedTensors,
+    norm_type: float | str = 2.0,
+    error_if_nonfinite: bool = False,
+    foreach: bool | None = None,
+) -> Tensor:
+    """The norm of all `tensors` as one vector, 0-d, on the first one's device.
+
+    Arguments, dtype of the result and errors as in `clip_grad_norm_`, but the tensors are measured
+    themselves and not their ``.grad``; None entries are skipped. Nothing is changed.
+    """
+    p = _order(norm_type)
+    listed = gradients.of_tensors(tensors)
+    if not listed.grads:
+        return torch.zeros((), device="cpu", dtype=torch.float32)
+    found, table = passes.measure(listed, p)
+    if error_if_nonfinite:
+        _refuse_nonfinite(table, found.names, p)
+    return tables.total_norm(table, p).to(tables.result_dtype(found.tensors))
+
+
+def clip_grads_with_norm_(
+    parameters: Parameters,
+    max_norm: float | Tensor,
+    total_norm: float | Tensor,
+    foreach: bool | None = None,
+) -> None:
+    """Rescale all gradients in place by ``min(1, max_norm / (total_norm + 1e-6))``.
+
+    `total_norm` is a number or a one-element Tensor, say from `get_total_norm` and reduced over
+    processes; other arguments and errors as in `clip_grad_norm_`.
+    """
+    limit = _max_norm(max_norm)
+    total = torch.as_tensor(total_norm, dtype=torch.float64).detach()
+    if total.numel() != 1:
+        raise ValueError(f"total_norm must have one element, got shape {tuple(total.shape)}")
+    listed = gradients.of_parameters(parameters)
+    if listed.grads:
+        total = total.to(listed.grads[0].device).reshape(())
+        passes.rescale_(listed, tables.coefficient(total, limit))
+
+
+@torch.no_grad()
+def clip_grad_value_(
+    parameters: Parameters, clip_value: float, foreach: bool | None = None
+) -> None:
+    """Clamp every gradient element in place to ``[-clip_value, clip_value]``; NaN stays NaN.
+
+    Sparse gradients are clamped by their coalesced values.
+
+    Raises:
+        ValueError: `clip_value` is negative or NaN.
+        TypeError: a gradient is complex, or its dtype, layout or type is not supported.
+        RuntimeError: a gradient's elements share memory.
+    """
+    value = float(clip_value)
+    if not value >= 0:
+        raise ValueError(f"clip_value must be a number of at least 0, got {clip_value}")
+    found = gradients.sort_out(gradients.of_parameters(parameters))
+    for row in found.rows:
+        if row.tensor.is_complex():
+            raise TypeError(
+                f"gradient {row.name!r} is complex ({row.tensor.dtype}), which has no order"
+            )
+    for row in found.rows:
+        row.tensor.clamp_(-value, value)
+        if row.sparse is not None:
+            row.sparse[0].copy_(row.sparse[1])
+
+
+def grad_stats(parameters: Parameters, norm_type: float | str = 2.0) -> GradStats:
+    """Norm, maximum, NaN, infinity and zero counts of every gradient, from one read of them.
+
+    >>> stats = fastclip.grad_stats(model)
+    >>> print(stats.cpu())
+
+    Nothing is changed and nothing waits for the device. Arguments and errors as in
+    `clip_grad_norm_`; parameters without a gradient have no row.
+    """
+    p = _order(norm_type)
+    listed = gradients.of_parameters(parameters)
+    if not listed.grads:
+        return GradStats.measured((), (), tables.empty(p, 0, torch.device("cpu")), p, torch.float32)
+    found, table = passes.measure(listed, p)
+    dtype = tables.result_dtype(found.tensors)
+    return GradStats.measured(found.names, found.numel, table, p, dtype)
+
+
+def _order(norm_type: float | str) -> float:
+    """The order p as a number."""
+    message = f"norm_type must be a number or 'inf', got {norm_type!r}"
+    try:
+        p = float(norm_type)
+    except TypeError:
+        raise TypeError(message) from None
+    except ValueError:
+        raise ValueError(message) from None
+    if math.isnan(p):
+        raise ValueError(message)
+    return p
+
+
+def _max_norm(max_norm: float | Tensor) -> float | Tensor:
+    """The threshold as a float of at least 0 or a 0-d Tensor, whose value is not looked at."""
+    if isinstance(max_norm, Tensor):
+        if max_norm.numel() != 1:
+            raise ValueError(f"max_norm must have one element, got shape {tuple(max_norm.shape)}")
+        return max_norm.detach().reshape(())
+    try:
+        limit = float(max_norm)
+    except (TypeError, ValueError):
+        raise TypeError(
+            f"max_norm must be a number or a one-element Tensor, got {max_norm!r}"
+        ) from None
+    if not limit >= 0:  # NaN too
+        raise ValueError(f"max_norm must be at least 0, got {max_norm}")
+    return limit
+
+
+def _refuse_nonfinite(table: Tensor, names: tuple[str, ...], p: float) -> None:
+    """Raise if an element is NaN or infinite: the counts say so, where a norm may just overflow."""
+    counts = table[:, [tables.NAN, tables.INF]].tolist()
+    bad = [(name, nan, inf) for name, (nan, inf) in zip(names, counts, strict=True) if nan or inf]
+    if not bad:
+        return
+    shown = ", ".join(f"{name!r} ({nan:.0f} NaN, {inf:.0f} inf)" for name, nan, inf in bad[:SHOWN])
+    more = f" and {len(bad) - SHOWN} more" if len(bad) > SHOWN else ""
+    raise RuntimeError(
+        f"the gradients are not finite, so their norm of order {p:g} means nothing: {shown}{more}. "
+        "No gradient has been changed; error_if_nonfinite=False clips all the same"
+    )

@@ -1,0 +1,251 @@
+"""Whatever the caller passed -> named, flat, local gradient tensors.
+
+In two steps, since a step of training with thousands of small tensors costs more in looking at
+them from Python than in reading them: `of_parameters` lists the gradients and looks at none;
+`sort_out` looks at each, for lists that a backend does not take as they are.
+"""
+
+import sys
+import types
+import warnings
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from math import prod
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+NamedTensors = Iterable[Tensor] | Iterable[tuple[str, Tensor]]
+Parameters = Tensor | nn.Module | NamedTensors
+
+_PLAIN = frozenset({Tensor, nn.Parameter})
+_DTYPES = frozenset(
+    {
+        *(torch.float16, torch.bfloat16, torch.float32, torch.float64),
+        *(torch.complex32, torch.complex64, torch.complex128),
+    }
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Listed:
+    """The gradients as they were passed.
+
+    `tensors` has a place for every entry, None where there is no gradient; `names` too, or is None
+    if no entry had a name.
+    """
+
+    tensors: Sequence[Tensor | None]
+    names: Sequence[str] | None
+    grads: list[Tensor]  # those that exist
+
+    @property
+    def plain(self) -> bool:
+        """Whether every gradient is exactly a torch.Tensor, not of a subclass."""
+        return set(map(type, self.grads)) <= _PLAIN
+
+    def labels(self) -> tuple[str, ...]:
+        """For each gradient its name, else its 0-based position among all entries."""
+        names = self.names or [str(position) for position in range(len(self.tensors))]
+        return tuple(
+            name for name, tensor in zip(names, self.tensors, strict=True) if tensor is not None
+        )
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Row:
+    """One gradient, as the backends take it."""
+
+    name: str
+    numel: int  # logical elements
+    tensor: Tensor  # distinct strided memory free of overlap
+    count: int = 1  # logical elements that each element of `tensor` stands for (expanded tensors)
+    sparse: tuple[Tensor, Tensor] | None = None  # an uncoalesced gradient, its coalesced copy
+
+
+class Gradients:
+    """The gradients as the backends take them: one `Row` per row of the table."""
+
+    def __init__(self, rows: Iterable[Row]) -> None:
+        self.rows = tuple(rows)
+        self.names = tuple(row.name for row in self.rows)
+        self.numel = tuple(row.numel for row in self.rows)
+        self.counts = tuple(row.count for row in self.rows)
+        self.tensors = [row.tensor for row in self.rows]
+
+    def by_device(self) -> dict[torch.device, list[int]]:
+        """The row numbers on each device, in order."""
+        devices: dict[torch.device, list[int]] = {}
+        for number, tensor in enumerate(self.tensors):
+            devices.setdefault(tensor.device, []).append(number)
+        return devices
+
+
+def of_parameters(parameters: Parameters) -> Listed:
+    """List the ``.grad`` of a Tensor, an iterable of Tensors or of ``(name, Tensor)`` pairs, or an
+    ``nn.Module``.
+
+    Raises `TypeError` for an entry that is none of these.
+    """
+    if isinstance(parameters, nn.Module):
+        parameters = parameters.named_parameters()
+    entries, names = _entries(parameters, none_allowed=False)
+    tensors = [entry.grad for entry in entries]
+    return Listed(tensors, names, [grad for grad in tensors if grad is not None])
+
+
+def of_tensors(tensors: Tensor | NamedTensors | Iterable[Tensor | None]) -> Listed:
+    """List tensors that are themselves what is to be measured; None entries are places without."""
+    if isinstance(tensors, nn.Module):
+        raise TypeError(
+            f"tensors must be Tensors, got the module {type(tensors).__name__}; "
+            "grad_stats(module).total_norm is the norm of its gradients"
+        )
+    entries, names = _entries(tensors, none_allowed=True)
+    return Listed(entries, names, [entry for entry in entries if entry is not None])
+
+
+def _entries(parameters: Any, none_allowed: bool) -> tuple[list[Any], list[str] | None]:
+    if isinstance(parameters, Tensor):
+        return [parameters], None
+    try:
+        entries = list(parameters)
+    except TypeError:
+        raise TypeError(
+            "parameters must be a Tensor, a Module, or an iterable of Tensors or (name, Tensor) "
+            f"pairs, got {type(parameters).__name__}"
+        ) from None
+    if not entries and isinstance(parameters, types.GeneratorType):
+        warnings.warn(
+            "parameters is an exhausted generator: there are no gradients to clip or measure",
+            stacklevel=4,
+        )
+    if set(map(type, entries)) <= _PLAIN:
+        return entries, None
+    pairs = [_pair(entry, position, none_allowed) for position, entry in enumerate(entries)]
+    named = any(isinstance(entry, tuple) for entry in entries)
+    return [tensor for _, tensor in pairs], [name for name, _ in pairs] if named else None
+
+
+def _pair(entry: object, position: int, none_allowed: bool) -> tuple[str, Tensor | None]:
+    name, tensor = str(position), entry
+    if isinstance(entry, tuple) and len(entry) == 2 and isinstance(entry[0], str):
+        name, tensor = entry
+    if isinstance(tensor, Tensor) or (tensor is None and none_allowed):
+        return name, tensor
+    shown = type(tensor).__name__ if tensor is not entry else f"{type(entry).__name__} {entry!r}"
+    raise TypeError(
+        f"entry {position} of parameters must be a Tensor or a (name, Tensor) pair, got {shown:.80}"
+    )
+
+
+def as_listed(listed: Listed) -> Gradients:
+    """The gradients of a list that a backend has taken as it is."""
+    return Gradients(
+        Row(name, grad.numel(), grad)
+        for name, grad in zip(listed.labels(), listed.grads, strict=True)
+    )
+
+
+@torch.no_grad()
+def sort_out(listed: Listed) -> Gradients:
+    """Look at every gradient: local, strided, each memory once.
+
+    Raises `TypeError` for a dtype, layout or subclass that has no meaning here, `RuntimeError` for
+    memory that overlaps itself and `NotImplementedError` for a DTensor spread over several
+    processes. Each names the gradient, and nothing has been changed.
+    """
+    rows: list[Row] = []
+    objects: set[int] = set()
+    memories: set[object] = set()
+    for name, grad in zip(listed.labels(), listed.grads, strict=True):
+        if id(grad) in objects:
+            continue
+        objects.add(id(grad))
+        row = _row(name, grad)
+        memory = _memory(row)
+        if memory in memories:
+            continue
+        memories.add(memory)
+        rows.append(row)
+    return Gradients(rows)
+
+
+def _row(name: str, grad: Tensor) -> Row:
+    what = f"gradient {name!r}"
+    local = _local(grad, what)
+    if local.dtype not in _DTYPES:
+        raise TypeError(f"{what} has dtype {local.dtype}; it must be floating point or complex")
+    if local.layout == torch.sparse_coo:
+        coalesced = local.coalesce()
+        values = coalesced._values()
+        pair = None if local.is_coalesced() else (local, coalesced)
+        return Row(name, values.numel(), values, sparse=pair)
+    if local.layout != torch.strided or local.is_nested or local.is_quantized:
+        kind = "nested" if local.is_nested else str(local.layout)
+        raise TypeError(f"{what} has layout {kind}; it must be strided or sparse COO")
+    stored = _without_expansion(local)
+    if _overlaps(stored):
+        raise RuntimeError(
+            f"{what} has elements that share memory (shape {tuple(local.shape)}, strides "
+            f"{local.stride()}); rescaling in place would multiply them more than once"
+        )
+    count = local.numel() // stored.numel() if stored.numel() else 1
+    return Row(name, local.numel(), stored, count)
+
+
+def _local(grad: Tensor, what: str) -> Tensor:
+    """The part of a gradient that this process holds, as a plain Tensor on the same memory."""
+    if type(grad) in _PLAIN:
+        return grad
+    distributed = sys.modules.get("torch.distributed.tensor")  # nobody has a DTensor without it
+    if distributed is not None and isinstance(grad, distributed.DTensor):
+        processes = grad.device_mesh.size()
+        if processes > 1:
+            raise NotImplementedError(
+                f"{what} is a DTensor over {processes} processes; only meshes of one process are "
+                "supported so far"
+            )
+        return _local(grad.to_local(), what)
+    # A subclass that only adds methods has ordinary memory; one that dispatches may have none.
+    if type(grad).__torch_dispatch__ is not Tensor.__torch_dispatch__:
+        raise TypeError(
+            f"{what} is a {type(grad).__name__}, a Tensor subclass that is not supported"
+        )
+    return grad.as_subclass(Tensor)
+
+
+def _memory(row: Row) -> object:
+    tensor = row.tensor
+    if tensor.numel() == 0:
+        return object()  # no two empty tensors are the same gradient
+    return (
+        *(tensor.device, tensor.data_ptr(), tensor.dtype),
+        *(tensor.shape, tensor.stride(), row.count),
+    )
+
+
+def _without_expansion(x: Tensor) -> Tensor:
+    """One element of each expanded (stride 0) dimension."""
+    for dim in range(x.dim()):
+        if x.stride(dim) == 0 and x.shape[dim] > 1:
+            x = x.narrow(dim, 0, 1)
+    return x
+
+
+def _overlaps(x: Tensor) -> bool:
+    """Whether two elements of x share memory."""
+    extent = 1  # of the dimensions so far, those of smaller strides
+    for stride, size in sorted(zip(x.stride(), x.shape, strict=True)):
+        if size > 1 and stride < extent:
+            break  # not proof of an overlap: the elements may interleave
+        extent += (size - 1) * stride
+    else:
+        return False
+    if prod(x.shape) == 0:
+        return False
+    offsets = torch.zeros((), dtype=torch.int64, device="cpu")
+    for stride, size in zip(x.stride(), x.shape, strict=True):
+        offsets = offsets.unsqueeze(-1) + torch.arange(size, device="cpu") * stride
+    return offsets.unique().numel() < offsets.numel()

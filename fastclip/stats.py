@@ -1,0 +1,247 @@
+"""What one read of the gradients says about them."""
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, Literal, NamedTuple
+
+import torch
+from torch import Tensor
+
+from fastclip import table as tables
+
+FIELDS = (
+    *("names", "numel", "norms", "max_abs", "nan_count", "inf_count", "zero_count", "total_norm"),
+    *("coef", "clipped", "skipped", "found_inf", "nonfinite_count", "threshold"),
+)
+SHOWN = 20  # rows of a printed table
+
+By = Literal["norm", "max_abs", "nonfinite", "zero"]
+
+
+class LayerStats(NamedTuple):
+    """One row: Python numbers. `nan`, `inf` and `zero` count elements."""
+
+    name: str
+    numel: int
+    norm: float
+    max_abs: float
+    nan: int
+    inf: int
+    zero: int
+
+
+@dataclass(frozen=True, eq=False, repr=False)
+class GradStats:
+    """A view over the table of statistics, on the gradients' device until `cpu` is called.
+
+    Of n gradients, all before clipping and without a loss scale: `names` and `numel` (tuples);
+    `norms`, `max_abs` (over finite elements), `nan_count`, `inf_count` and `zero_count` (``[n]``);
+    `total_norm` and `nonfinite_count` (0-d). What was decided: `threshold` and the `coef` computed
+    from it (0-d, or ``[n]`` for rules that clip each tensor), `clipped` and `skipped` (0-d bool),
+    `found_inf` (0-d float32, 0.0 or 1.0).
+
+    Norms, maxima and coefficients are float32, float64 where any gradient is; counts are int64.
+    Nothing waits for the device but `cpu`. `layers`, `worst`, `nonfinite`, `grouped` and `as_dict`
+    are for an object on the host and raise `RuntimeError` elsewhere.
+    """
+
+    names: tuple[str, ...]
+    numel: tuple[int, ...]
+    table: Tensor
+    norm_type: float
+    total_norm: Tensor
+    coef: Tensor
+    threshold: Tensor
+    clipped: Tensor
+    skipped: Tensor
+    found_inf: Tensor
+
+    @classmethod
+    def measured(
+        cls,
+        names: tuple[str, ...],
+        numel: tuple[int, ...],
+        table: Tensor,
+        norm_type: float,
+        dtype: torch.dtype,
+    ) -> "GradStats":
+        """Statistics of gradients that nothing has been done to. `dtype` is that of the norms."""
+        total = tables.total_norm(table, norm_type).to(dtype)
+        false = torch.zeros((), dtype=torch.bool, device=table.device)
+        bad = table[:, [tables.NAN, tables.INF]].sum() > 0
+        return cls(
+            names,
+            numel,
+            table,
+            norm_type,
+            total_norm=total,
+            coef=torch.ones_like(total),
+            threshold=torch.full_like(total, math.inf),
+            clipped=false,
+            skipped=false,
+            found_inf=bad.to(torch.float32),
+        )
+
+    @property
+    def norms(self) -> Tensor:
+        return tables.norms(self.table, self.norm_type).to(self.total_norm.dtype)
+
+    @property
+    def max_abs(self) -> Tensor:
+        return self.table[:, tables.MAX_ABS].to(self.total_norm.dtype)
+
+    @property
+    def nan_count(self) -> Tensor:
+        return self.table[:, tables.NAN].to(torch.int64)
+
+    @property
+    def inf_count(self) -> Tensor:
+        return self.table[:, tables.INF].to(torch.int64)
+
+    @property
+    def zero_count(self) -> Tensor:
+        return self.table[:, tables.ZERO].to(torch.int64)
+
+    @property
+    def nonfinite_count(self) -> Tensor:
+        return self.table[:, [tables.NAN, tables.INF]].sum().to(torch.int64)
+
+    def cpu(self) -> "GradStats":
+        """The same on the host, by one packed copy; itself if it is there already."""
+        if self._on_host:
+            return self
+        parts = {name: getattr(self, name) for name in _TENSORS}
+        packed = torch.cat([part.to(torch.float64).reshape(-1) for part in parts.values()]).cpu()
+        pieces = packed.split([part.numel() for part in parts.values()])
+        return replace(
+            self,
+            **{
+                name: piece.view(part.shape).to(part.dtype)
+                for (name, part), piece in zip(parts.items(), pieces, strict=True)
+            },
+        )
+
+    def layers(self) -> list[LayerStats]:
+        """One `LayerStats` per gradient, in order."""
+        self._require_host("layers()")
+        columns = (self.norms, self.max_abs, self.nan_count, self.inf_count, self.zero_count)
+        rows = zip(self.names, self.numel, *(c.tolist() for c in columns), strict=True)
+        return [LayerStats(*row) for row in rows]
+
+    def worst(self, k: int = 5, by: By = "norm") -> list[LayerStats]:
+        """The k first layers by norm, maximum, number of non-finite elements or share of zeros.
+
+        NaN comes before infinity and that before numbers; ties stay in order.
+        """
+        keys: dict[str, Callable[[LayerStats], float]] = {
+            "norm": lambda layer: layer.norm,
+            "max_abs": lambda layer: layer.max_abs,
+            "nonfinite": lambda layer: layer.nan + layer.inf,
+            "zero": lambda layer: layer.zero / max(layer.numel, 1),
+        }
+        if by not in keys:
+            raise ValueError(f"by must be one of {', '.join(map(repr, keys))}, got {by!r}")
+        if k < 0:
+            raise ValueError(f"k must be at least 0, got {k}")
+
+        def rank(layer: LayerStats) -> tuple[bool, float]:
+            value = keys[by](layer)
+            return (False, 0.0) if math.isnan(value) else (True, -value)
+
+        return sorted(self.layers(), key=rank)[:k]
+
+    def nonfinite(self) -> list[str]:
+        """The names of the gradients with a NaN or an infinity, in order."""
+        return [layer.name for layer in self.layers() if layer.nan or layer.inf]
+
+    def grouped(self, depth: int | Callable[[str], str] = 1) -> "GradStats":
+        """The same by module: gradients whose names agree in the first `depth` parts, or for which
+        ``depth(name)`` is equal, become one row. A name of fewer parts stands for itself.
+
+        A coefficient or threshold per tensor becomes the smallest of its group.
+        """
+        self._require_host("grouped()")
+        if not callable(depth) and depth < 1:
+            raise ValueError(f"depth must be at least 1, got {depth}")
+        members: dict[str, list[int]] = {}
+        for row, name in enumerate(self.names):
+            key = depth(name) if callable(depth) else ".".join(name.split(".")[:depth])
+            members.setdefault(key, []).append(row)
+        groups = list(members.values())
+        rows = [tables.combine(self.table[group], self.norm_type) for group in groups]
+        return replace(
+            self,
+            names=tuple(members),
+            numel=tuple(sum(self.numel[row] for row in group) for group in groups),
+            table=torch.stack(rows) if rows else self.table,
+            coef=_smallest(self.coef, groups),
+            threshold=_smallest(self.threshold, groups),
+        )
+
+    def as_dict(self) -> dict[str, Any]:
+        """Every field as plain Python values: lists, floats, ints and bools."""
+        self._require_host("as_dict()")
+        values = {name: getattr(self, name) for name in FIELDS}
+        return {
+            name: value.tolist() if isinstance(value, Tensor) else list(value)
+            for name, value in values.items()
+        }
+
+    def __str__(self) -> str:
+        if not self._on_host:
+            return f"{self!r}: .cpu() brings it to the host"
+        return _printed(self)
+
+    def __repr__(self) -> str:
+        return f"<GradStats of {len(self.names)} gradients on {self.table.device}>"
+
+    @property
+    def _on_host(self) -> bool:
+        return all(getattr(self, name).device.type == "cpu" for name in _TENSORS)
+
+    def _require_host(self, what: str) -> None:
+        if not self._on_host:
+            raise RuntimeError(
+                f"{what} needs numbers on the host, and these statistics are on "
+                f"{self.table.device}: call it on stats.cpu()"
+            )
+
+
+_TENSORS = ("table", "total_norm", "coef", "threshold", "clipped", "skipped", "found_inf")
+
+
+def _smallest(values: Tensor, groups: Sequence[Sequence[int]]) -> Tensor:
+    if values.dim() == 0 or not groups:
+        return values
+    return torch.stack([values[list(group)].amin() for group in groups])
+
+
+def _printed(stats: GradStats) -> str:
+    kind = {2.0: "L2", 1.0: "L1", math.inf: "inf"}.get(stats.norm_type, f"p={stats.norm_type:g}")
+    bad = int(stats.nonfinite_count)
+    coef = f"{float(stats.coef.min()):.4g}" if stats.coef.numel() else "1"
+    lines = [
+        f"{len(stats.names)} gradients, {sum(stats.numel):,} elements; {kind} norm "
+        f"{float(stats.total_norm):.6g}, coefficient {coef}, "
+        + (f"{bad:,} not finite" if bad else "all finite")
+    ]
+    layers = stats.layers() if len(stats.names) <= SHOWN else stats.worst(SHOWN)
+    if not layers:
+        return lines[0]
+    width = min(max(len(layer.name) for layer in layers), 40)
+    width = max(width, len("name"))
+    lines.append(
+        f"{'name':<{width}} {'elements':>13} {'norm':>11} {'max|x|':>11} "
+        f"{'NaN':>7} {'inf':>7} zeros"
+    )
+    for layer in layers:
+        name = layer.name if len(layer.name) <= width else "..." + layer.name[3 - width :]
+        zeros = layer.zero / max(layer.numel, 1)
+        lines.append(
+            f"{name:<{width}} {layer.numel:>13,} {layer.norm:>11.4g} {layer.max_abs:>11.4g} "
+            f"{layer.nan:>7,} {layer.inf:>7,} {zeros:>5.0%}"
+        )
+    if len(layers) < len(stats.names):
+        lines.append(f"... the {SHOWN} largest norms; {len(stats.names) - SHOWN} more")
+    return "\n".join(lines)
