@@ -124,7 +124,7 @@ def _rows() -> list[Row]:
         *(
             Row(
                 f"gpt2-{name}",
-                f"GPT-2 small, {name}",
+                f"GPT-2 small, {name}, not clipped",
                 partial(_gpt2, dtype=dtype),
                 target,
                 reads=1,
