@@ -11,6 +11,7 @@ import shutil
 import subprocess
 import sys
 import tempfile
+import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
@@ -117,6 +118,7 @@ def build(target: Path, *, torch_dir: Path, sanitize: bool = False) -> None:
 
 def cached_library(torch_version: str, torch_dir: Path) -> Path:
     """The library for this torch, machine, compiler and csrc; built if the cache lacks it."""
+    asked = time.time()
     csrc = _csrc()
     key = f"torch-{torch_version}-{platform.machine()}-{source_hash(csrc)}-{_compiler_hash()}"
     folder = cache_dir()
@@ -127,16 +129,17 @@ def cached_library(torch_version: str, torch_dir: Path) -> Path:
         found = _intact(folder, key)  # another process may have built it while this one waited
         if found is not None:
             return found
-        logging.getLogger("fastclip").warning(
-            "fastclip: compiling the C++ kernels once for torch %s (a few seconds), into %s",
-            torch_version,
-            folder,
-        )
-        with _scratch(folder) as scratch:
-            library = scratch / "library"
-            build(library, torch_dir=torch_dir)
-            final = folder / f"{key}-{_content_hash(library)}.so"
-            library.replace(final)
+        with _failure_shared(folder / f"{key}.failed", asked):
+            logging.getLogger("fastclip").warning(
+                "fastclip: compiling the C++ kernels once for torch %s (a few seconds), into %s",
+                torch_version,
+                folder,
+            )
+            with _scratch(folder) as scratch:
+                library = scratch / "library"
+                build(library, torch_dir=torch_dir)
+                final = folder / f"{key}-{_content_hash(library)}.so"
+                library.replace(final)
     return final
 
 
@@ -244,6 +247,23 @@ def _locked(folder: Path, key: str) -> Iterator[None]:
         fcntl.flock(lock, fcntl.LOCK_EX)
     with lock:
         yield
+
+
+@contextmanager
+def _failure_shared(note: Path, asked: float) -> Iterator[None]:
+    """A build that failed while this process waited for it is not tried again by this process.
+
+    Without this, many processes that start together would fail one after the other, each after
+    its own compilation. A process that starts later does try.
+    """
+    if note.exists() and note.stat().st_mtime >= asked:
+        raise BuildError(note.read_text(encoding="utf-8"))
+    try:
+        yield
+    except BuildError as error:
+        note.write_text(str(error), encoding="utf-8")
+        raise
+    note.unlink(missing_ok=True)
 
 
 def _content_hash(path: Path) -> str:

@@ -154,6 +154,35 @@ def test_many_processes_compile_once(logged_compiler: Path) -> None:
 
 
 @needs_compiler
+def test_processes_that_wait_share_a_failure(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    log = tmp_path / "compiler.log"
+    monkeypatch.setenv("CXX", str(tmp_path / "failing"))
+    monkeypatch.setenv("FASTCLIP_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setenv("MAX_JOBS", "1")
+    command = [sys.executable, "-c", CACHED, torch.__version__, str(TORCH_DIR)]
+
+    def compilations(processes: int) -> int:
+        """How often a compiler is called that fails once all processes have asked for its name."""
+        all_here = f"until [ $(grep -c version {log}) = {processes} ]; do sleep 0.05; done"
+        fail = f'if [ "$1" != --version ]; then {all_here}; echo "out of luck"; exit 1; fi'
+        script(tmp_path / "failing", f'echo "$1" >> {log}\n{fail}')
+        log.write_text("")
+        running = [
+            subprocess.Popen(command, stderr=subprocess.PIPE, text=True) for _ in range(processes)
+        ]
+        for process in running:
+            assert "out of luck" in process.communicate(timeout=300)[1]
+            assert process.returncode == 1
+        return sum(line != "--version" for line in log.read_text().splitlines())
+
+    # One source fails; the one thread may have begun the next before it hears of that.
+    assert compilations(4) in (1, 2)
+    assert compilations(1) in (1, 2)  # who starts after the failure does try
+
+
+@needs_compiler
 def test_damaged_library_is_built_again(
     logged_compiler: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
