@@ -8,8 +8,10 @@
 #include <cstdint>
 #include <cstring>
 
-#ifdef __F16C__
+#if defined(__F16C__)
 #include <immintrin.h>
+#elif defined(__aarch64__)
+#include <arm_neon.h>
 #endif
 
 #include "half.h"
@@ -109,6 +111,16 @@ struct Half {
     const __m128i high = _mm256_cvtps_ph(as<__m256>(in[1]), _MM_FROUND_TO_NEAREST_INT);
     return as<Vec<Bits>>(_mm256_set_m128i(high, low));
   }
+#elif defined(__aarch64__)
+  static inline void widen(Vec<Bits> v, Floats* out) {
+    const auto halves = as<float16x8_t>(v);
+    out[0] = as<Floats>(vcvt_f32_f16(vget_low_f16(halves)));
+    out[1] = as<Floats>(vcvt_high_f32_f16(halves));
+  }
+  static inline Vec<Bits> narrow(const Floats* in) {
+    const float16x4_t low = vcvt_f16_f32(as<float32x4_t>(in[0]));
+    return as<Vec<Bits>>(vcvt_high_f16_f32(low, as<float32x4_t>(in[1])));
+  }
 #else
   static constexpr int kPerVector = kBytes / int(sizeof(Bits));
   static constexpr int kPerSum = kBytes / int(sizeof(Sum));
@@ -152,12 +164,12 @@ inline typename T::Bits load_bits(const char* x, int64_t i) {
 constexpr int kSums = 8;
 template <class T>
 constexpr int64_t kStep = kSums * (kBytes / int64_t(sizeof(typename T::Sum)));  // elements
-// Each float32 lane takes at most 32 terms of one sign before it is added up in float64, so that
-// the relative error of a sum is below 31 * 2^-24 = 1.9e-6, and half of that for a norm.
+// Each float32 lane takes at most 16 terms of one sign before it is added up in float64, so that
+// the relative error of a sum is below 15 * 2^-24 = 9e-7 whatever the terms are.
 template <class T>
-constexpr int64_t kBlock = 32 * kStep<T>;
+constexpr int64_t kBlock = 16 * kStep<T>;
 
-// A float32 sum below this may have lost terms to underflow: 4096 of them, each off by at most
+// A float32 sum below this may have lost terms to underflow: 2048 of them, each off by at most
 // 2^-126 (flush-to-zero), against the 2^-24 of the sum's own precision.
 constexpr double kSmallestSafeSum = 0x1p-90;
 
