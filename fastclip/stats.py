@@ -220,12 +220,17 @@ def _smallest(values: Tensor, groups: Sequence[Sequence[int]]) -> Tensor:
 def _printed(stats: GradStats) -> str:
     kind = {2.0: "L2", 1.0: "L1", math.inf: "inf"}.get(stats.norm_type, f"p={stats.norm_type:g}")
     bad = int(stats.nonfinite_count)
-    coef = f"{float(stats.coef.min()):.4g}" if stats.coef.numel() else "1"
-    lines = [
-        f"{len(stats.names)} gradients, {sum(stats.numel):,} elements; {kind} norm "
-        f"{float(stats.total_norm):.6g}, coefficient {coef}, "
-        + (f"{bad:,} not finite" if bad else "all finite")
+    facts = [
+        f"{len(stats.names)} gradients",
+        f"{sum(stats.numel):,} elements",
+        f"{kind} norm {float(stats.total_norm):.6g}",
+        f"{bad:,} not finite" if bad else "all finite",
     ]
+    if stats.clipped:
+        facts.append(f"clipped by {float(stats.coef.min()):.4g}")
+    if stats.skipped:
+        facts.append("step skipped")
+    lines = [", ".join(facts)]
     layers = stats.layers() if len(stats.names) <= SHOWN else stats.worst(SHOWN)
     if not layers:
         return lines[0]
