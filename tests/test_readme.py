@@ -47,7 +47,7 @@ def approximately(text: str) -> Any:
     return value if isinstance(value, str) else pytest.approx(value, rel=0.02, nan_ok=True)
 
 
-@pytest.mark.parametrize("situation, arguments, by_torch, by_fastclip", DIFFERENCES)
+@pytest.mark.parametrize(("situation", "arguments", "by_torch", "by_fastclip"), DIFFERENCES)
 def test_difference(
     namespace: dict[str, Any], situation: str, arguments: str, by_torch: str, by_fastclip: str
 ) -> None:
