@@ -2,7 +2,6 @@
 
 import json
 import math
-import os
 import subprocess
 import sys
 from decimal import ROUND_HALF_UP, Context, Decimal
@@ -140,12 +139,13 @@ def test_the_bad_step_stands_out(results: list[Result]) -> None:
     assert bad == pytest.approx(combined, rel=1e-6)
 
 
-def test_training_is_repeatable(data: Data, results: list[Result]) -> None:
-    state = torch.get_rng_state()
+def test_training_is_repeatable_and_leaves_no_trace(data: Data, results: list[Result]) -> None:
+    state, threads = torch.get_rng_state(), torch.get_num_threads()
     again = demo_digits.train(demo_digits.SETTINGS[2], data)
     assert again[:4] == results[2][:4]
     assert again.stats_bad.as_dict() == results[2].stats_bad.as_dict()
     assert torch.equal(torch.get_rng_state(), state)
+    assert torch.get_num_threads() == threads
 
 
 def test_digits_text(results: list[Result]) -> None:
@@ -188,7 +188,6 @@ def test_demo_json_is_one_document(results: list[Result]) -> None:
 
     done = subprocess.run(
         [sys.executable, "-m", "fastclip", "demo", "--json"],
-        env={**os.environ, "OMP_NUM_THREADS": str(torch.get_num_threads())},
         capture_output=True,
         text=True,
         timeout=300,
