@@ -5,6 +5,7 @@
 #pragma once
 
 #include <cfloat>
+#include <cmath>
 #include <cstdint>
 #include <cstring>
 
@@ -241,38 +242,68 @@ inline Block<T> add_block(const char* x, int64_t n) {
   return block;
 }
 
-// The rare block with a NaN, an infinity, or a float32 sum out of range: again, in float64.
+// The sum again, in float64: for the rare block whose float32 sum was out of range.
 template <class T, Norm N>
-__attribute__((noinline)) void add_exact(const char* x, int64_t n, Row& row) {
-  constexpr int kRows = 8;  // independent sums, or each addition waits for the last
-  Row rows[kRows];
+__attribute__((noinline)) double wide_sum(const char* x, int64_t n) {
+  typedef double Wide __attribute__((vector_size(2 * kBytes)));  // as many as there are Floats
+  constexpr int kLanes = kBytes / int(sizeof(float));
+  constexpr int64_t kPerVector = kBytes / kSize<T>;
+  Wide sums[T::kWiden] = {};
+  double sum = 0;
   int64_t i = 0;
-  for (; i + kRows <= n; i += kRows)
-    for (int k = 0; k < kRows; ++k)
-      add_element(rows[k], double(T::value(load_bits<T>(x, i + k))), N);
-  for (; i < n; ++i) add_element(rows[0], double(T::value(load_bits<T>(x, i))), N);
-  for (const Row& part : rows) combine(row, part, N);
+  for (; i + kPerVector <= n; i += kPerVector) {
+    Floats floats[T::kWiden] = {};
+    T::widen(load<Vec<typename T::Bits>>(x + i * kSize<T>) & T::kMagnitude, floats);
+    for (int w = 0; w < T::kWiden; ++w) {
+      const Wide wide = __builtin_convertvector(floats[w], Wide);
+      sums[w] += N == Norm::kSquares ? wide * wide : wide;
+    }
+  }
+  for (; i < n; ++i) {
+    const double v = T::value(load_bits<T>(x, i) & T::kMagnitude);
+    sum += N == Norm::kSquares ? v * v : v;
+  }
+  for (const Wide& part : sums)
+    for (int lane = 0; lane < kLanes; ++lane) sum += part[lane];
+  return sum;
+}
+
+// The rare block with a NaN or an infinity, which is then its power too whatever else is in it.
+template <class T, Norm N>
+__attribute__((noinline)) void add_nonfinite(const char* x, int64_t n, int64_t zeros, Row& row) {
+  using Bits = typename T::Bits;
+  int64_t nan = 0, inf = 0;
+  Bits largest = 0;
+  for (int64_t i = 0; i < n; ++i) {
+    const Bits magnitude = load_bits<T>(x, i) & T::kMagnitude;
+    nan += magnitude > T::kNonFinite;
+    inf += magnitude == T::kNonFinite;
+    const Bits finite = magnitude < T::kNonFinite ? magnitude : Bits(0);
+    largest = finite > largest ? finite : largest;
+  }
+  const double power = N == Norm::kCount ? double(n - zeros) : nan > 0 ? NAN : HUGE_VAL;
+  combine(row, {power, double(T::value(largest)), double(nan), double(inf), double(zeros)}, N);
 }
 
 template <class T, Norm N>
 void measure_run(const char* x, int64_t n, Row& row) {
+  constexpr bool kSummed = N == Norm::kSum || N == Norm::kSquares;
   for (int64_t i = 0; i < n; i += kBlock<T>) {
     const char* start = x + i * kSize<T>;
     const int64_t length = n - i < kBlock<T> ? n - i : kBlock<T>;
-    const Block<T> block = add_block<T, N>(start, length);
-    bool trusted = block.largest < T::kNonFinite;
-    if (sizeof(typename T::Sum) == 4 && (N == Norm::kSum || N == Norm::kSquares))
-      trusted &= block.largest == 0 || (block.sum >= kSmallestSafeSum && block.sum <= DBL_MAX);
-    if (!trusted) {
-      add_exact<T, N>(start, length, row);
+    Block<T> block = add_block<T, N>(start, length);
+    if (block.largest >= T::kNonFinite) {
+      add_nonfinite<T, N>(start, length, block.zeros, row);
       continue;
     }
+    if constexpr (kSummed && sizeof(typename T::Sum) == sizeof(float))
+      if (block.largest != 0 && !(block.sum >= kSmallestSafeSum && block.sum <= DBL_MAX))
+        block.sum = wide_sum<T, N>(start, length);
     const double largest = double(T::value(block.largest));
-    if (N == Norm::kCount) row.power += double(length - block.zeros);
-    if (N == Norm::kSum || N == Norm::kSquares) row.power += block.sum;
-    if (N == Norm::kMax) row.power = max_or_nan(row.power, largest);
-    if (largest > row.max_abs) row.max_abs = largest;
-    row.zero += double(block.zeros);
+    const double power = kSummed             ? block.sum
+                         : N == Norm::kCount ? double(length - block.zeros)
+                                             : largest;
+    combine(row, {power, largest, 0, 0, double(block.zeros)}, N);
   }
 }
 
