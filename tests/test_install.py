@@ -21,7 +21,7 @@ import fastclip
 from fastclip import _build
 
 ROOT = Path(__file__).resolve().parent.parent
-PARTS = ("pyproject.toml", "setup.py", "LICENSE", "fastclip", "csrc")
+PARTS = ("pyproject.toml", "setup.py", "LICENSE", "README.md", "fastclip", "csrc")
 OWN_VARIABLES = ("FASTCLIP_BACKEND", "FASTCLIP_BUILD", "FASTCLIP_CACHE", "FASTCLIP_SIMD", "CXX")
 
 BUILD_WHEEL = """
