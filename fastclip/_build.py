@@ -7,6 +7,7 @@ import hashlib
 import logging
 import os
 import platform
+import shlex
 import shutil
 import subprocess
 import sys
@@ -76,7 +77,7 @@ def compiler() -> str | None:
         return None  # the flags above are those of GCC and Clang
     chosen = os.environ.get("CXX", "").strip()
     for candidate in [chosen] if chosen else ["c++", "g++", "clang++"]:
-        if shutil.which(candidate.split()[0]):
+        if shutil.which(shlex.split(candidate)[0]):
             return candidate
     return None
 
@@ -166,7 +167,7 @@ def _command() -> list[str]:
     reason = missing_compiler()
     if reason:
         raise BuildError(reason)
-    return (compiler() or "").split()
+    return shlex.split(compiler() or "")
 
 
 def _compiler_hash() -> str:

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from fastclip import gradients, passes
 from fastclip import table as tables
-from fastclip.gradients import NamedTensors, Parameters
+from fastclip.gradients import Parameters, Tensors
 from fastclip.stats import GradStats
 
 SHOWN = 10  # offenders an error message lists
@@ -40,7 +40,6 @@ def clip_grad_norm_(
         norm_type: the order p of the norm, any number or ``"inf"``; 0 counts non-zero elements.
         error_if_nonfinite: raise instead of clipping when an element is NaN or infinite. This waits
             for the device.
-        foreach: has no effect.
 
     Returns:
         The norm before clipping, 0-d, on the first gradient's device; float32, or float64 if any
@@ -73,7 +72,7 @@ def clip_grad_norm_(
 
 
 def get_total_norm(
-    tensors: Tensor | NamedTensors,
+    tensors: Tensors,
     norm_type: float | str = 2.0,
     error_if_nonfinite: bool = False,
     foreach: bool | None = None,

@@ -16,8 +16,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-NamedTensors = Iterable[Tensor] | Iterable[tuple[str, Tensor]]
-Parameters = Tensor | nn.Module | NamedTensors
+Parameters = Tensor | nn.Module | Iterable[Tensor] | Iterable[tuple[str, Tensor]]
+Tensors = Tensor | Iterable[Tensor | None] | Iterable[tuple[str, Tensor]]
 
 _PLAIN = frozenset({Tensor, nn.Parameter})
 _DTYPES = frozenset(
@@ -95,7 +95,7 @@ def of_parameters(parameters: Parameters) -> Listed:
     return Listed(tensors, names, [grad for grad in tensors if grad is not None])
 
 
-def of_tensors(tensors: Tensor | NamedTensors | Iterable[Tensor | None]) -> Listed:
+def of_tensors(tensors: Tensors) -> Listed:
     """List tensors that are themselves what is to be measured; None entries are places without."""
     if isinstance(tensors, nn.Module):
         raise TypeError(

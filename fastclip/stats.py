@@ -238,14 +238,14 @@ def _printed(stats: GradStats) -> str:
     width = max(width, len("name"))
     lines.append(
         f"{'name':<{width}} {'elements':>13} {'norm':>11} {'max|x|':>11} "
-        f"{'NaN':>7} {'inf':>7} zeros"
+        f"{'NaN':>7} {'inf':>7} {'zeros':>6}"
     )
     for layer in layers:
         name = layer.name if len(layer.name) <= width else "..." + layer.name[3 - width :]
         zeros = layer.zero / max(layer.numel, 1)
         lines.append(
             f"{name:<{width}} {layer.numel:>13,} {layer.norm:>11.4g} {layer.max_abs:>11.4g} "
-            f"{layer.nan:>7,} {layer.inf:>7,} {zeros:>5.0%}"
+            f"{layer.nan:>7,} {layer.inf:>7,} {zeros:>6.0%}"
         )
     if len(layers) < len(stats.names):
         lines.append(f"... the {SHOWN} largest norms; {len(stats.names) - SHOWN} more")

@@ -16,6 +16,7 @@ from importlib import import_module
 import torch
 
 from fastclip.backends.contract import Backend as Backend
+from fastclip.backends.contract import Refused as Refused
 from fastclip.backends.contract import Unavailable as Unavailable
 
 _MODULES = {"reference": "reference", "cpu": "native"}
@@ -101,6 +102,8 @@ def _automatic(device_type: str) -> tuple[Backend, list[str]]:
     skipped: list[str] = []
     for name in AUTOMATIC.get(device_type, ("reference",)):
         found = _found(name)
+        if isinstance(found, Refused):
+            raise RuntimeError(f"the backend {name!r} cannot be used: {found}; {_usable()}")
         if isinstance(found, Backend):
             if skipped:
                 logging.getLogger("fastclip").warning(

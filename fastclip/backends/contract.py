@@ -10,6 +10,10 @@ class Unavailable(RuntimeError):
     """A backend cannot be used here; the message says why in words for the user."""
 
 
+class Refused(Unavailable):
+    """The user asked for something about a backend that cannot be had: no other one is taken."""
+
+
 @dataclass(frozen=True)
 class Backend:
     """Functions on a list of tensors of one device that share no memory, and none of which waits

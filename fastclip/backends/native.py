@@ -18,7 +18,7 @@ from torch import Tensor
 from fastclip import _build
 from fastclip import table as tables
 from fastclip.backends import reference
-from fastclip.backends.contract import Backend, Unavailable
+from fastclip.backends.contract import Backend, Refused, Unavailable
 
 NORMS = (0.0, 1.0, 2.0, math.inf)
 LEVELS = ("avx512", "avx2", "plain")
@@ -160,7 +160,7 @@ def _operators() -> SimpleNamespace:
     )
     level = os.environ.get("FASTCLIP_SIMD")
     if level and operators.simd(level) != level:
-        raise Unavailable(f"FASTCLIP_SIMD={level} is not a SIMD level of this CPU")
+        raise Refused(f"FASTCLIP_SIMD={level} is not a SIMD level of this CPU")
     return operators
 
 
