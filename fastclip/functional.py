@@ -130,15 +130,13 @@ def clip_grad_value_(
     if not value >= 0:
         raise ValueError(f"clip_value must be a number of at least 0, got {clip_value}")
     found = gradients.sort_out(gradients.of_parameters(parameters))
-    for row in found.rows:
-        if row.tensor.is_complex():
-            raise TypeError(
-                f"gradient {row.name!r} is complex ({row.tensor.dtype}), which has no order"
-            )
-    for row in found.rows:
-        row.tensor.clamp_(-value, value)
-        if row.sparse is not None:
-            row.sparse[0].copy_(row.sparse[1])
+    for name, tensor in zip(found.names, found.tensors, strict=True):
+        if tensor.is_complex():
+            raise TypeError(f"gradient {name!r} is complex ({tensor.dtype}), which has no order")
+    for tensor in found.tensors:
+        tensor.clamp_(-value, value)
+    for gradient, coalesced in found.sparse.values():
+        gradient.copy_(coalesced)
 
 
 def grad_stats(parameters: Parameters, norm_type: float | str = 2.0) -> GradStats:

@@ -11,7 +11,7 @@ import warnings
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from math import prod
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -19,7 +19,9 @@ from torch import Tensor, nn
 Parameters = Tensor | nn.Module | Iterable[Tensor] | Iterable[tuple[str, Tensor]]
 Tensors = Tensor | Iterable[Tensor | None] | Iterable[tuple[str, Tensor]]
 
+NoneType = type(None)
 _PLAIN = frozenset({Tensor, nn.Parameter})
+_PLAIN_OR_NONE = _PLAIN | {NoneType}
 _DTYPES = frozenset(
     {
         *(torch.float16, torch.bfloat16, torch.float32, torch.float64),
@@ -28,22 +30,22 @@ _DTYPES = frozenset(
 )
 
 
-@dataclass(frozen=True, slots=True)
 class Listed:
     """The gradients as they were passed.
 
     `tensors` has a place for every entry, None where there is no gradient; `names` too, or is None
-    if no entry had a name.
+    if no entry had a name. `grads` are the gradients there are; `plain` tells whether each of them
+    is exactly a torch.Tensor and not of a subclass.
     """
 
-    tensors: Sequence[Tensor | None]
-    names: Sequence[str] | None
-    grads: list[Tensor]  # those that exist
-
-    @property
-    def plain(self) -> bool:
-        """Whether every gradient is exactly a torch.Tensor, not of a subclass."""
-        return set(map(type, self.grads)) <= _PLAIN
+    def __init__(self, tensors: list[Any], names: Sequence[str] | None) -> None:
+        kinds = set(map(type, tensors))  # one call for thousands of tensors: 18 ns each
+        self.tensors: list[Tensor | None] = tensors
+        self.names = names
+        self.grads: list[Tensor] = tensors
+        if NoneType in kinds:
+            self.grads = [tensor for tensor in tensors if tensor is not None]
+        self.plain = kinds <= _PLAIN_OR_NONE
 
     def labels(self) -> tuple[str, ...]:
         """For each gradient its name, else its 0-based position among all entries."""
@@ -53,26 +55,44 @@ class Listed:
         )
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class Row:
+class Row(NamedTuple):
     """One gradient, as the backends take it."""
 
     name: str
     numel: int  # logical elements
     tensor: Tensor  # distinct strided memory free of overlap
-    count: int = 1  # logical elements that each element of `tensor` stands for (expanded tensors)
-    sparse: tuple[Tensor, Tensor] | None = None  # an uncoalesced gradient, its coalesced copy
+    repeats: int  # logical elements that each element of `tensor` stands for (expanded tensors)
+    sparse: tuple[Tensor, Tensor] | None  # an uncoalesced gradient and its coalesced copy
 
 
+@dataclass(frozen=True)
 class Gradients:
-    """The gradients as the backends take them: one `Row` per row of the table."""
+    """The gradients as the backends take them: the fields of a `Row`, for every row of the table.
 
-    def __init__(self, rows: Iterable[Row]) -> None:
-        self.rows = tuple(rows)
-        self.names = tuple(row.name for row in self.rows)
-        self.numel = tuple(row.numel for row in self.rows)
-        self.counts = tuple(row.count for row in self.rows)
-        self.tensors = [row.tensor for row in self.rows]
+    `sparse` has only the rows, by number, of uncoalesced gradients.
+    """
+
+    names: tuple[str, ...]
+    numel: tuple[int, ...]
+    tensors: list[Tensor]
+    repeats: tuple[int, ...]
+    sparse: dict[int, tuple[Tensor, Tensor]]
+
+    @classmethod
+    def of_rows(cls, rows: Sequence[Row]) -> "Gradients":
+        return cls(
+            tuple(row.name for row in rows),
+            tuple(row.numel for row in rows),
+            [row.tensor for row in rows],
+            tuple(row.repeats for row in rows),
+            {number: row.sparse for number, row in enumerate(rows) if row.sparse is not None},
+        )
+
+    @classmethod
+    def of_listed(cls, listed: Listed) -> "Gradients":
+        """Those of a list that a backend has taken as it is."""
+        numel = tuple(map(Tensor.numel, listed.grads))
+        return cls(listed.labels(), numel, listed.grads, (1,) * len(numel), {})
 
     def by_device(self) -> dict[torch.device, list[int]]:
         """The row numbers on each device, in order."""
@@ -91,8 +111,7 @@ def of_parameters(parameters: Parameters) -> Listed:
     if isinstance(parameters, nn.Module):
         parameters = parameters.named_parameters()
     entries, names = _entries(parameters, none_allowed=False)
-    tensors = [entry.grad for entry in entries]
-    return Listed(tensors, names, [grad for grad in tensors if grad is not None])
+    return Listed([entry.grad for entry in entries], names)
 
 
 def of_tensors(tensors: Tensors) -> Listed:
@@ -103,7 +122,7 @@ def of_tensors(tensors: Tensors) -> Listed:
             "grad_stats(module).total_norm is the norm of its gradients"
         )
     entries, names = _entries(tensors, none_allowed=True)
-    return Listed(entries, names, [entry for entry in entries if entry is not None])
+    return Listed(entries, names)
 
 
 def _entries(parameters: Any, none_allowed: bool) -> tuple[list[Any], list[str] | None]:
@@ -140,14 +159,6 @@ def _pair(entry: object, position: int, none_allowed: bool) -> tuple[str, Tensor
     )
 
 
-def as_listed(listed: Listed) -> Gradients:
-    """The gradients of a list that a backend has taken as it is."""
-    return Gradients(
-        Row(name, grad.numel(), grad)
-        for name, grad in zip(listed.labels(), listed.grads, strict=True)
-    )
-
-
 @torch.no_grad()
 def sort_out(listed: Listed) -> Gradients:
     """Look at every gradient: local, strided, each memory once.
@@ -169,7 +180,7 @@ def sort_out(listed: Listed) -> Gradients:
             continue
         memories.add(memory)
         rows.append(row)
-    return Gradients(rows)
+    return Gradients.of_rows(rows)
 
 
 def _row(name: str, grad: Tensor) -> Row:
@@ -181,7 +192,7 @@ def _row(name: str, grad: Tensor) -> Row:
         coalesced = local.coalesce()
         values = coalesced._values()
         pair = None if local.is_coalesced() else (local, coalesced)
-        return Row(name, values.numel(), values, sparse=pair)
+        return Row(name, values.numel(), values, 1, pair)
     if local.layout != torch.strided or local.is_nested or local.is_quantized:
         kind = "nested" if local.is_nested else str(local.layout)
         raise TypeError(f"{what} has layout {kind}; it must be strided or sparse COO")
@@ -191,8 +202,8 @@ def _row(name: str, grad: Tensor) -> Row:
             f"{what} has elements that share memory (shape {tuple(local.shape)}, strides "
             f"{local.stride()}); rescaling in place would multiply them more than once"
         )
-    count = local.numel() // stored.numel() if stored.numel() else 1
-    return Row(name, local.numel(), stored, count)
+    repeats = local.numel() // stored.numel() if stored.numel() else 1
+    return Row(name, local.numel(), stored, repeats, None)
 
 
 def _local(grad: Tensor, what: str) -> Tensor:
@@ -222,7 +233,7 @@ def _memory(row: Row) -> object:
         return object()  # no two empty tensors are the same gradient
     return (
         *(tensor.device, tensor.data_ptr(), tensor.dtype),
-        *(tensor.shape, tensor.stride(), row.count),
+        *(tensor.shape, tensor.stride(), row.repeats),
     )
 
 

@@ -20,7 +20,7 @@ def measure(listed: Listed, p: float) -> tuple[Gradients, Tensor]:
     if listed.plain and (quick := backends.choose(listed.grads[0].device).quick_measure):
         table = quick(listed.grads, p)
         if table is not None:
-            return gradients.as_listed(listed), table
+            return Gradients.of_listed(listed), table
     found = gradients.sort_out(listed)
     return found, _measure(found, p)
 
@@ -51,12 +51,10 @@ def scale_(found: Gradients, coef: Tensor) -> None:
     for device, rows in found.by_device().items():
         own = coef if coef.dim() == 0 else coef[rows]
         backends.choose(device).scale_(_select(found.tensors, rows), own.to(device))
-    for number, row in enumerate(found.rows):
-        if row.sparse is None:
-            continue
-        factor = coef if coef.dim() == 0 else coef[number]
+    for row, (gradient, coalesced) in found.sparse.items():
+        factor = coef if coef.dim() == 0 else coef[row]
         if factor != 1:  # waits for the device, as coalescing has done before
-            row.sparse[0].copy_(row.sparse[1])
+            gradient.copy_(coalesced)
 
 
 def _measure(found: Gradients, p: float) -> Tensor:
@@ -70,7 +68,7 @@ def _measure(found: Gradients, p: float) -> Tensor:
     if len(devices) > 1:
         order = [row for rows in devices.values() for row in rows]
         table = torch.cat(parts)[torch.tensor(order, device=first).argsort()]
-    return tables.repeat(table, p, found.counts)
+    return tables.repeat(table, p, found.repeats)
 
 
 def _select(tensors: Sequence[Tensor], rows: Sequence[int]) -> list[Tensor]:

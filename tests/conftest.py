@@ -46,3 +46,11 @@ def each_backend(variant: Variant) -> Iterator[Variant]:
 
     with variant.open(), fastclip.backend(variant.backend):
         yield variant
+
+
+@pytest.fixture
+def cpu_available() -> None:
+    """Skips where the C++ backend is missing, with the reason."""
+    reason = next(variant.unavailable for variant in VARIANTS if variant.simd == "plain")
+    if reason:
+        pytest.skip(reason)
