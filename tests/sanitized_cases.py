@@ -1,0 +1,37 @@
+"""Run by test_sanitizers.py with the sanitizers' runtimes loaded: the case table, in C++.
+
+Arguments: the library to use, and the SIMD level. Prints what it has done; any sanitizer report
+ends the process.
+"""
+
+import sys
+from pathlib import Path
+
+import torch
+
+from fastclip import _build
+from fastclip.backends import native
+from fastclip.testing import trials
+from fastclip.testing.cases import BACKEND_CASES
+from fastclip.testing.variants import SIMD_NORM_TYPES
+
+
+def main(library: Path, level: str) -> None:
+    native.LIBRARY = library.with_name("none built ahead")
+    _build.cached_library = lambda *_: library
+    native.simd(level)
+    backend = native.provide()
+    assert str(library) in native.description()
+    large = [case for case in BACKEND_CASES if sum(x.numel() for x in case.tensors()) > 50_000]
+    for threads, cases, norms in ((1, BACKEND_CASES, SIMD_NORM_TYPES), (3, large, (2.0,))):
+        torch.set_num_threads(threads)
+        for case in cases:
+            errors = [trials.measure(backend, case, p, "cpu") for p in norms]
+            errors.append(trials.clip(backend, case, 2.0, "cpu"))
+            errors.append(trials.scale(backend, case, "cpu"))
+            assert max(errors) <= 1, (case.id, errors)
+    print(len(BACKEND_CASES), "cases and", len(large), "large ones again with threads")
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]), sys.argv[2])
