@@ -104,12 +104,17 @@ def clip_grads_with_norm_(
     processes; other arguments and errors as in `clip_grad_norm_`.
     """
     limit = _max_norm(max_norm)
-    total = torch.as_tensor(total_norm, dtype=torch.float64).detach()
-    if total.numel() != 1:
-        raise ValueError(f"total_norm must have one element, got shape {tuple(total.shape)}")
+    if not isinstance(total_norm, Tensor):
+        total_norm = torch.tensor(
+            _number(total_norm, "total_norm must be a number or a one-element Tensor"),
+            dtype=torch.float64,
+            device="cpu",
+        )
+    if total_norm.numel() != 1:
+        raise ValueError(f"total_norm must have one element, got shape {tuple(total_norm.shape)}")
     listed = gradients.of_parameters(parameters)
     if listed.grads:
-        total = total.to(listed.grads[0].device).reshape(())
+        total = total_norm.detach().to(listed.grads[0].device, torch.float64).reshape(())
         passes.rescale_(listed, tables.coefficient(total, limit))
 
 
@@ -126,7 +131,7 @@ def clip_grad_value_(
         TypeError: a gradient is complex, or its dtype, layout or type is not supported.
         RuntimeError: a gradient's elements share memory.
     """
-    value = float(clip_value)
+    value = _number(clip_value, "clip_value must be a number of at least 0")
     if not value >= 0:
         raise ValueError(f"clip_value must be a number of at least 0, got {clip_value}")
     found = gradients.sort_out(gradients.of_parameters(parameters))
@@ -159,16 +164,19 @@ def grad_stats(parameters: Parameters, norm_type: float | str = 2.0) -> GradStat
 
 def _order(norm_type: float | str) -> float:
     """The order p as a number."""
-    message = f"norm_type must be a number or 'inf', got {norm_type!r}"
-    try:
-        p = float(norm_type)
-    except TypeError:
-        raise TypeError(message) from None
-    except ValueError:
-        raise ValueError(message) from None
+    p = _number(norm_type, "norm_type must be a number or 'inf'")
     if math.isnan(p):
-        raise ValueError(message)
+        raise ValueError(f"norm_type must be a number or 'inf', got {norm_type!r}")
     return p
+
+
+def _number(value: object, rule: str) -> float:
+    """`value` as a float, or the `rule` it breaks as an error."""
+    try:
+        return float(value)  # type: ignore[arg-type]  # what it is not shows here
+    except (TypeError, ValueError, OverflowError) as error:
+        kind = TypeError if isinstance(error, TypeError) else ValueError
+        raise kind(f"{rule}, got {value!r:.80}") from None
 
 
 def _max_norm(max_norm: float | Tensor) -> float | Tensor:
@@ -177,12 +185,7 @@ def _max_norm(max_norm: float | Tensor) -> float | Tensor:
         if max_norm.numel() != 1:
             raise ValueError(f"max_norm must have one element, got shape {tuple(max_norm.shape)}")
         return max_norm.detach().reshape(())
-    try:
-        limit = float(max_norm)
-    except (TypeError, ValueError):
-        raise TypeError(
-            f"max_norm must be a number or a one-element Tensor, got {max_norm!r}"
-        ) from None
+    limit = _number(max_norm, "max_norm must be a number or a one-element Tensor")
     if not limit >= 0:  # NaN too
         raise ValueError(f"max_norm must be at least 0, got {max_norm}")
     return limit

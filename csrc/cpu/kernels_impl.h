@@ -171,7 +171,7 @@ template <class T>
 constexpr int64_t kBlock = 16 * kStep<T>;
 
 // A float32 sum below this may have lost terms to underflow: 2048 of them, each off by at most
-// 2^-126 (flush-to-zero), against the 2^-24 of the sum's own precision.
+// 2^-126 (were they flushed to zero), against the 2^-24 of the sum's own precision.
 constexpr double kSmallestSafeSum = 0x1p-90;
 
 template <class T>

@@ -3,6 +3,10 @@
 #include <algorithm>
 #include <atomic>
 
+#ifdef __SSE2__
+#include <immintrin.h>
+#endif
+
 #include "pieces.h"
 #include "strided.h"
 
@@ -69,6 +73,31 @@ struct Schedule {
   }
 };
 
+// Denormals count while one of these lives. torch.set_flush_denormal() holds for the thread that
+// calls it alone, so that what it flushed would depend on which thread takes which batch.
+class KeepDenormals {
+ public:
+#if defined(__SSE2__)
+  KeepDenormals() : saved_(_mm_getcsr()) { _mm_setcsr(saved_ & ~kFlush); }
+  ~KeepDenormals() { _mm_setcsr(saved_); }
+
+ private:
+  static constexpr unsigned kFlush = (1u << 15) | (1u << 6);  // results and operands
+  unsigned saved_;
+#elif defined(__aarch64__)
+  KeepDenormals() {
+    asm volatile("mrs %0, fpcr" : "=r"(saved_));
+    asm volatile("msr fpcr, %0" : : "r"(saved_ & ~(uint64_t(1) << 24)));
+  }
+  ~KeepDenormals() { asm volatile("msr fpcr, %0" : : "r"(saved_)); }
+
+ private:
+  uint64_t saved_;
+#else
+  KeepDenormals() {}
+#endif
+};
+
 // Threads take batches as they get free: one that is held up holds up no other. Which of them takes
 // a batch has no influence on the result.
 template <class F>
@@ -82,6 +111,7 @@ void for_all_chunks(const Schedule& schedule, const Threads& threads, bool backw
   const auto take = [](void* ctx) {
     Work& w = *static_cast<Work*>(ctx);
     const int64_t count = w.schedule.count();
+    const KeepDenormals keep;
     for (int64_t i; (i = w.next.fetch_add(1, std::memory_order_relaxed)) < count;)
       w.schedule.run(w.backwards ? count - 1 - i : i, w.backwards, w.f);
   };
