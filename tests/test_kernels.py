@@ -36,21 +36,32 @@ def compile_driver(compiler: str, flags: list[str], folder: Path, own_flags: boo
     def compile_one(source: Path) -> Path:
         target = folder / f"{source.stem}.o"
         own = _build.X86_FLAGS.get(f"cpu/{source.name}", ()) if own_flags else ()
-        command = [compiler, "-std=c++17", f"-I{csrc}", *flags, *own, "-c", source, "-o", target]
+        command = [
+            compiler,
+            "-std=c++17",
+            f"-I{csrc}",
+            *flags,
+            *own,
+            "-c",
+            str(source),
+            "-o",
+            str(target),
+        ]
         subprocess.run(command, check=True)
         return target
 
     with ThreadPoolExecutor(2) as pool:
         objects = list(pool.map(compile_one, sources))
     program = folder / "kernels_test"
-    subprocess.run([compiler, *flags, *objects, "-o", program, "-pthread"], check=True)
+    link = [compiler, *flags, *map(str, objects), "-o", str(program), "-pthread"]
+    subprocess.run(link, check=True)
     return program
 
 
 def can_link(compiler: str, flags: list[str], folder: Path) -> bool:
     empty = folder / "empty.cpp"
     empty.write_text("int main() { return 0; }\n")
-    command = [compiler, *flags, empty, "-o", folder / "empty", "-pthread"]
+    command = [compiler, *flags, str(empty), "-o", str(folder / "empty"), "-pthread"]
     return subprocess.run(command, capture_output=True).returncode == 0
 
 

@@ -56,6 +56,27 @@ def test_any_number_of_threads(name: str, p: float, variant: Variant, opened: Ba
     assert all(_same(results[0], other) for other in results[1:])
 
 
+@pytest.mark.parametrize("dtype", [F32, BF16])
+def test_flushing_denormals_changes_nothing(dtype: torch.dtype, opened: Backend) -> None:
+    """torch.set_flush_denormal holds for the calling thread alone, and not for torch's pool."""
+    generator = torch.Generator().manual_seed(3)
+    values = (torch.randn(1_000_003, generator=generator) * 1e-38).to(dtype)
+    expected, scaled = opened.measure([values], 2.0, None), values.clone()
+    half = torch.tensor(0.5, dtype=F64)
+    opened.scale_([scaled], half)
+    for threads in (1, 2, 4):
+        torch.set_num_threads(threads)
+        again = values.clone()
+        assert torch.set_flush_denormal(True)
+        try:
+            table = opened.measure([again], 2.0, None)
+            opened.scale_([again], half)
+        finally:
+            torch.set_flush_denormal(False)
+        if opened.name == "cpu":  # the reference is torch's own arithmetic, which flushes
+            assert _same([expected, scaled], [table, again])
+
+
 @pytest.mark.parametrize("name", LISTS)
 def test_twenty_runs(name: str, opened: Backend) -> None:
     torch.set_num_threads(4)
