@@ -59,6 +59,8 @@ def test_any_number_of_threads(name: str, p: float, variant: Variant, opened: Ba
 @pytest.mark.parametrize("dtype", [F32, BF16])
 def test_flushing_denormals_changes_nothing(dtype: torch.dtype, opened: Backend) -> None:
     """torch.set_flush_denormal holds for the calling thread alone, and not for torch's pool."""
+    if opened.name != "cpu":
+        pytest.skip("the reference is torch's own arithmetic, which flushes")
     generator = torch.Generator().manual_seed(3)
     values = (torch.randn(1_000_003, generator=generator) * 1e-38).to(dtype)
     expected, scaled = opened.measure([values], 2.0, None), values.clone()
@@ -73,8 +75,7 @@ def test_flushing_denormals_changes_nothing(dtype: torch.dtype, opened: Backend)
             opened.scale_([again], half)
         finally:
             torch.set_flush_denormal(False)
-        if opened.name == "cpu":  # the reference is torch's own arithmetic, which flushes
-            assert _same([expected, scaled], [table, again])
+        assert _same([expected, scaled], [table, again])
 
 
 @pytest.mark.parametrize("name", LISTS)
