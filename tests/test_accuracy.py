@@ -104,6 +104,30 @@ def test_every_magnitude(dtype: torch.dtype, opened: Backend) -> None:
     assert len(worst) >= 80
 
 
+def _unlucky(terms: int) -> list[float]:
+    """Numbers near 1 of which each, added to the float32 sum of those before, is rounded up by
+    nearly half a unit: the worst that can happen to a sum of that many terms."""
+    one = torch.tensor(1.0)
+    total, found = 1.5 * one, [1.5]
+    while len(found) < terms:
+        unit = torch.nextafter(total + 1, one * math.inf) - (total + 1)
+        candidates = 1 + torch.arange(2048) * torch.finfo(F32).eps
+        gain = (total + candidates).double() - (total.double() + candidates.double())
+        best = int(gain.argmax())
+        assert gain[best] > 0.2 * unit
+        total = total + candidates[best]
+        found.append(float(candidates[best]))
+    return found
+
+
+@pytest.mark.parametrize("terms", [8, 16, 32, 64, 256, 1024])
+@pytest.mark.parametrize("lanes", [16, 32, 64, 128])
+def test_rounding_errors_that_all_point_upwards(terms: int, lanes: int, opened: Backend) -> None:
+    """Each number repeated for every lane of the float32 sums kept side by side."""
+    x = torch.tensor(_unlucky(terms)).repeat_interleave(lanes)
+    assert opened.measure([x], 1.0, None)[0, 0].item() == pytest.approx(expected(x)[1.0], rel=1e-6)
+
+
 @pytest.mark.parametrize("length", [1, 2, 15, 16, 17, 31, 100, 2047, 2048, 2049, 10_000])
 def test_squares_at_the_edge_of_float32(length: int, opened: Backend) -> None:
     """Where sums of squares leave float32's normal range, on either side, alone or in part."""

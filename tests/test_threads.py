@@ -138,3 +138,47 @@ def test_extra_memory_is_below_one_mebibyte(dtype: str, cpu_available: None) -> 
     assert copying > 20_000  # KiB: the method does see a copy of a gradient
     assert measuring <= 1024
     assert clipping <= 1024
+
+
+RESIDENT = """
+import gc
+from pathlib import Path
+import torch, fastclip
+
+def kib():
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return next(int(line.split()[1]) for line in lines if line.startswith("VmRSS:"))
+
+params = []
+for grad in [*torch.randn(20, 50).unbind(), torch.randn(4, 5).t(), torch.zeros(0)]:
+    p = torch.zeros_like(grad, requires_grad=True)
+    p.grad = grad
+    params.append(p)
+others = [p.grad for p in params] + [torch.ones(1).expand(5), torch.tensor([1 + 2j])]
+
+def work(times):
+    for _ in range(times):
+        fastclip.clip_grad_norm_(params, 1.0)
+        fastclip.clip_grad_norm_(params, 1.0, 3)
+        fastclip.clip_grads_with_norm_(params, 1.0, torch.tensor(1.01))
+        fastclip.grad_stats(params)
+        fastclip.get_total_norm(others)
+
+work(500)
+gc.collect()
+before = kib()
+work(4000)
+gc.collect()
+print(kib() - before)
+"""
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc/self/status")
+def test_thousands_of_calls_leave_nothing_behind(cpu_available: None) -> None:
+    root = Path(__file__).resolve().parent.parent
+    run = subprocess.run(
+        [sys.executable, "-c", RESIDENT], cwd=root, capture_output=True, text=True, check=True
+    )
+    # one table row kept per call would be 20,000 times 40 bytes = 780 KiB, a tensor object five
+    # times that
+    assert int(run.stdout) <= 512
