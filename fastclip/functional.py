@@ -2,8 +2,7 @@
 
 `parameters` is a Tensor, an iterable of Tensors or of ``(name, Tensor)`` pairs, or a Module.
 Gradients may be of any floating or complex dtype, mixed dtypes and devices, dense with any strides
-or sparse COO. `foreach` is accepted for compatibility and has no effect. Gradients are changed
-without raising their autograd version counters.
+or sparse COO. `foreach` is accepted for compatibility and has no effect.
 """
 
 import math
@@ -13,7 +12,7 @@ from torch import Tensor
 
 from fastclip import gradients, passes
 from fastclip import table as tables
-from fastclip.gradients import Parameters, Tensors
+from fastclip.gradients import Listed, Parameters, Tensors
 from fastclip.stats import GradStats
 
 SHOWN = 10  # offenders an error message lists
@@ -34,12 +33,14 @@ def clip_grad_norm_(
     them is written.
 
     Args:
-        parameters: what to clip the gradients of; see the module's description.
+        parameters: what to clip the gradients of: a Tensor, an iterable of Tensors or of ``(name,
+            Tensor)`` pairs, or an ``nn.Module``.
         max_norm: the threshold; infinity only measures. A one-element Tensor stays on its
-            device and is not checked.
+            device, and its value is not checked.
         norm_type: the order p of the norm, any number or ``"inf"``; 0 counts non-zero elements.
         error_if_nonfinite: raise instead of clipping when an element is NaN or infinite. This waits
             for the device.
+        foreach: accepted for compatibility, has no effect.
 
     Returns:
         The norm before clipping, 0-d, on the first gradient's device; float32, or float64 if any
@@ -56,16 +57,10 @@ def clip_grad_norm_(
     listed = gradients.of_parameters(parameters)
     if not listed.grads:
         return torch.zeros((), device="cpu", dtype=torch.float32)
-    if torch.compiler.is_compiling():
-        from fastclip import ops
-
-        if error_if_nonfinite:
-            raise NotImplementedError("error_if_nonfinite=True cannot be compiled")
-        return ops.clip_grads_(listed.grads, p, limit)
     if not error_if_nonfinite:
         return passes.clip_(listed, p, limit)
     found, table = passes.measure(listed, p)
-    _refuse_nonfinite(table, found.names, p)
+    _refuse_nonfinite(table, listed, found.names, p)
     total = tables.total_norm(table, p)
     passes.scale_(found, tables.coefficient(total, limit))
     return total.to(tables.result_dtype(found.tensors))
@@ -88,7 +83,7 @@ def get_total_norm(
         return torch.zeros((), device="cpu", dtype=torch.float32)
     found, table = passes.measure(listed, p)
     if error_if_nonfinite:
-        _refuse_nonfinite(table, found.names, p)
+        _refuse_nonfinite(table, listed, found.names, p)
     return tables.total_norm(table, p).to(tables.result_dtype(found.tensors))
 
 
@@ -106,7 +101,7 @@ def clip_grads_with_norm_(
     limit = _max_norm(max_norm)
     if not isinstance(total_norm, Tensor):
         total_norm = torch.tensor(
-            _number(total_norm, "total_norm must be a number or a one-element Tensor"),
+            _at_least_0(total_norm, "total_norm must be a number of at least 0 or a Tensor"),
             dtype=torch.float64,
             device="cpu",
         )
@@ -131,13 +126,14 @@ def clip_grad_value_(
         TypeError: a gradient is complex, or its dtype, layout or type is not supported.
         RuntimeError: a gradient's elements share memory.
     """
-    value = _number(clip_value, "clip_value must be a number of at least 0")
-    if not value >= 0:
-        raise ValueError(f"clip_value must be a number of at least 0, got {clip_value}")
-    found = gradients.sort_out(gradients.of_parameters(parameters))
+    value = _at_least_0(clip_value, "clip_value must be a number of at least 0")
+    listed = gradients.of_parameters(parameters)
+    found = passes.sorted_out(listed)
     for name, tensor in zip(found.names, found.tensors, strict=True):
         if tensor.is_complex():
-            raise TypeError(f"gradient {name!r} is complex ({tensor.dtype}), which has no order")
+            raise TypeError(
+                f"{listed.called(name)} is complex ({tensor.dtype}), which has no order"
+            )
     for tensor in found.tensors:
         tensor.clamp_(-value, value)
     for gradient, coalesced in found.sparse.values():
@@ -179,25 +175,31 @@ def _number(value: object, rule: str) -> float:
         raise kind(f"{rule}, got {value!r:.80}") from None
 
 
+def _at_least_0(value: object, rule: str) -> float:
+    number = _number(value, rule)
+    if not number >= 0:  # NaN too
+        raise ValueError(f"{rule}, got {value}")
+    return number
+
+
 def _max_norm(max_norm: float | Tensor) -> float | Tensor:
     """The threshold as a float of at least 0 or a 0-d Tensor, whose value is not looked at."""
     if isinstance(max_norm, Tensor):
         if max_norm.numel() != 1:
             raise ValueError(f"max_norm must have one element, got shape {tuple(max_norm.shape)}")
         return max_norm.detach().reshape(())
-    limit = _number(max_norm, "max_norm must be a number or a one-element Tensor")
-    if not limit >= 0:  # NaN too
-        raise ValueError(f"max_norm must be at least 0, got {max_norm}")
-    return limit
+    return _at_least_0(max_norm, "max_norm must be a number of at least 0 or a one-element Tensor")
 
 
-def _refuse_nonfinite(table: Tensor, names: tuple[str, ...], p: float) -> None:
+def _refuse_nonfinite(table: Tensor, listed: Listed, names: tuple[str, ...], p: float) -> None:
     """Raise if an element is NaN or infinite: the counts say so, where a norm may just overflow."""
     counts = table[:, [tables.NAN, tables.INF]].tolist()
     bad = [(name, nan, inf) for name, (nan, inf) in zip(names, counts, strict=True) if nan or inf]
     if not bad:
         return
-    shown = ", ".join(f"{name!r} ({nan:.0f} NaN, {inf:.0f} inf)" for name, nan, inf in bad[:SHOWN])
+    shown = ", ".join(
+        f"{listed.called(name)} ({nan:.0f} NaN, {inf:.0f} inf)" for name, nan, inf in bad[:SHOWN]
+    )
     more = f" and {len(bad) - SHOWN} more" if len(bad) > SHOWN else ""
     raise RuntimeError(
         f"the gradients are not finite, so their norm of order {p:g} means nothing: {shown}{more}. "

@@ -47,6 +47,18 @@ class Listed:
             self.grads = [tensor for tensor in tensors if tensor is not None]
         self.plain = kinds <= _PLAIN_OR_NONE
 
+    def distinct(self) -> "Listed":
+        """The same with no tensor object twice: all that can be told while torch.compile traces."""
+        tensors: list[Tensor | None] = []
+        for tensor in self.tensors:
+            again = any(tensor is other for other in tensors)
+            tensors.append(None if again else tensor)
+        return Listed(tensors, self.names)
+
+    def called(self, label: str) -> str:
+        """How an error calls the gradient of that label."""
+        return f"gradient {label!r}" if self.names else f"the gradient at position {label}"
+
     def labels(self) -> tuple[str, ...]:
         """For each gradient its name, else its 0-based position among all entries."""
         names = self.names or [str(position) for position in range(len(self.tensors))]
@@ -153,10 +165,21 @@ def _pair(entry: object, position: int, none_allowed: bool) -> tuple[str, Tensor
         name, tensor = entry
     if isinstance(tensor, Tensor) or (tensor is None and none_allowed):
         return name, tensor
-    shown = type(tensor).__name__ if tensor is not entry else f"{type(entry).__name__} {entry!r}"
     raise TypeError(
-        f"entry {position} of parameters must be a Tensor or a (name, Tensor) pair, got {shown:.80}"
+        f"entry {position} of parameters must be a Tensor or a (name, Tensor) pair, "
+        f"got {_kind(entry)}"
     )
+
+
+def _kind(entry: object) -> str:
+    """What an entry is, and what was meant if that is a usual mistake."""
+    if isinstance(entry, tuple):
+        return f"a tuple of ({', '.join(type(part).__name__ for part in entry)})"
+    if isinstance(entry, str):
+        return f"the string {entry!r:.40}; of a dict, pass its items()"
+    if isinstance(entry, dict):
+        return "a dict; of an optimizer's param_groups, pass each group['params']"
+    return f"{type(entry).__name__}"
 
 
 @torch.no_grad()
@@ -174,7 +197,7 @@ def sort_out(listed: Listed) -> Gradients:
         if id(grad) in objects:
             continue
         objects.add(id(grad))
-        row = _row(name, grad)
+        row = _row(name, grad, listed.called(name))
         memory = _memory(row)
         if memory in memories:
             continue
@@ -183,8 +206,7 @@ def sort_out(listed: Listed) -> Gradients:
     return Gradients.of_rows(rows)
 
 
-def _row(name: str, grad: Tensor) -> Row:
-    what = f"gradient {name!r}"
+def _row(name: str, grad: Tensor, what: str) -> Row:
     local = _local(grad, what)
     if local.dtype not in _DTYPES:
         raise TypeError(f"{what} has dtype {local.dtype}; it must be floating point or complex")

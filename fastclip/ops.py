@@ -57,16 +57,5 @@ def _(
     return table, total, torch.empty((), dtype=torch.float64, device=device)
 
 
-def clip_grads_(grads: list[Tensor], p: float, max_norm: float | Tensor) -> Tensor:
-    """What `fastclip.clip_grad_norm_` does while it is compiled: the total norm before clipping."""
-    if not isinstance(max_norm, Tensor):
-        max_norm = torch.full((), max_norm, dtype=torch.float64, device="cpu")
-    distinct: list[Tensor] = []
-    for grad in grads:
-        if all(grad is not other for other in distinct):
-            distinct.append(grad)
-    return clip_(distinct, p, max_norm)[1]
-
-
 def _device(grads: list[Tensor]) -> torch.device:
     return grads[0].device if grads else torch.device("cpu")

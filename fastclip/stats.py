@@ -41,6 +41,9 @@ class GradStats:
     from it (0-d, or ``[n]`` for rules that clip each tensor), `clipped` and `skipped` (0-d bool),
     `found_inf` (0-d float32, 0.0 or 1.0).
 
+    `fastclip.grad_stats` decides nothing: there `coef` is 1, `threshold` inf, `clipped` and
+    `skipped` are false, and `found_inf` tells whether an element is not finite.
+
     Norms, maxima and coefficients are float32, float64 where any gradient is; counts are int64.
     Nothing waits for the device but `cpu`. `layers`, `worst`, `nonfinite`, `grouped` and `as_dict`
     are for an object on the host and raise `RuntimeError` elsewhere.
@@ -217,14 +220,18 @@ def _smallest(values: Tensor, groups: Sequence[Sequence[int]]) -> Tensor:
     return torch.stack([values[list(group)].amin() for group in groups])
 
 
+def _counted(n: int, what: str) -> str:
+    return f"{n:,} {what}" if n == 1 else f"{n:,} {what}s"
+
+
 def _printed(stats: GradStats) -> str:
     kind = {2.0: "L2", 1.0: "L1", math.inf: "inf"}.get(stats.norm_type, f"p={stats.norm_type:g}")
     bad = int(stats.nonfinite_count)
     facts = [
-        f"{len(stats.names)} gradients",
-        f"{sum(stats.numel):,} elements",
+        _counted(len(stats.names), "gradient"),
+        _counted(sum(stats.numel), "element"),
         f"{kind} norm {float(stats.total_norm):.6g}",
-        f"{bad:,} not finite" if bad else "all finite",
+        f"{_counted(bad, 'element')} not finite" if bad else "all finite",
     ]
     if stats.clipped:
         facts.append(f"clipped by {float(stats.coef.min()):.4g}")

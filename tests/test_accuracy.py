@@ -72,6 +72,9 @@ def test_fifty_million_elements_before_rounding(
 ) -> None:
     """In the table, where a norm beyond float32 is still a number."""
     x, right = large
+    if variant.backend == "reference":  # a tenth of it: 30 s otherwise
+        x = x[: N // 10]
+        right = expected(x)
     for p in (2.0, 1.0, math.inf):
         power = opened.measure([x], p, None)[0, 0].item()
         norm = math.sqrt(power) if p == 2 else power

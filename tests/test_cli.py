@@ -196,9 +196,20 @@ def test_doctor_reports_the_variables_in_force() -> None:
 
 def test_doctor_survives_a_request_that_cannot_be_met() -> None:
     done = run("doctor", FASTCLIP_BACKEND="nonsense")
-    assert done.returncode == 0
+    assert done.returncode == 1
     assert "nonsense" in done.stdout
+    assert done.stdout.endswith("every call would fail: see the problem above.\n")
     assert "Traceback" not in done.stderr
+
+
+def test_doctor_lists_the_simd_levels_when_asked_for_another() -> None:
+    done = run("doctor", "--json", FASTCLIP_SIMD="sse")
+    report = json.loads(done.stdout)
+    if report["backends"]["cpu"] and "compiler" in report["backends"]["cpu"]:
+        pytest.skip("no C++ compiler")
+    assert done.returncode == 1
+    assert report["backends"]["cpu"].startswith("FASTCLIP_SIMD=sse: the SIMD levels here are ")
+    assert report["backends"]["cpu"].endswith("plain")
 
 
 def test_doctor_escapes_what_the_terminal_cannot_show() -> None:
@@ -207,7 +218,7 @@ def test_doctor_escapes_what_the_terminal_cannot_show() -> None:
         FASTCLIP_BACKEND="n\N{LATIN SMALL LETTER O WITH DIAERESIS}",
         PYTHONIOENCODING="ascii",
     )
-    assert (done.returncode, done.stderr) == (0, "")
+    assert (done.returncode, done.stderr) == (1, "")  # there is no such backend
     assert "FASTCLIP_BACKEND=n\\xf6" in done.stdout
 
 

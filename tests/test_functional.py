@@ -374,3 +374,24 @@ def test_nothing_warns() -> None:
         warnings.simplefilter("error")
         for case in CASES[::10]:
             fastclip.clip_grad_norm_(parameters(*case.tensors()), 1.0)
+
+
+@pytest.mark.parametrize("clip", ["clip_grad_norm_", "clip_grads_with_norm_"])
+def test_autograd_notices_a_changed_gradient(clip: str) -> None:
+    """A gradient saved for a second derivative must not be used after it was rescaled."""
+    x = torch.tensor([2.0, 3.0], requires_grad=True)
+    (gradient,) = torch.autograd.grad((x**3).sum(), x, create_graph=True)
+    with warnings.catch_warnings():  # of torch, about a cycle of references
+        warnings.simplefilter("ignore", UserWarning)
+        x.grad = gradient
+    penalty = (gradient**2).sum()
+    before = gradient._version
+    fastclip.clip_grad_norm_([x], 1e9)  # not clipped, not written
+    assert gradient._version == before
+    if clip == "clip_grad_norm_":
+        fastclip.clip_grad_norm_([x], 1.0)
+    else:
+        fastclip.clip_grads_with_norm_([x], 1.0, 2.0)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        torch.autograd.grad(penalty, x)
+    x.grad = None

@@ -75,3 +75,44 @@ def test_compiled_with_a_gradient_listed_twice() -> None:
     compiled = torch.compile(lambda p: fastclip.clip_grad_norm_(p, 1.0), backend="aot_eager")
     assert compiled([*params, *params]).item() == 5.0
     assert grads_of(params)[0].tolist() == pytest.approx([0.6, 0.8], rel=1e-6)
+
+
+FUNCTIONS: dict[str, Callable[[list[Tensor]], object]] = {
+    "clip_grad_norm_": lambda params: fastclip.clip_grad_norm_(params, 1.0),
+    "clip_grad_norm_, p=3": lambda params: fastclip.clip_grad_norm_(params, 1.0, norm_type=3),
+    "get_total_norm": lambda params: fastclip.get_total_norm([p.grad for p in params]),
+    "clip_grads_with_norm_": lambda params: fastclip.clip_grads_with_norm_(
+        params, 1.0, torch.tensor(2.0)
+    ),
+    "clip_grad_value_": lambda params: fastclip.clip_grad_value_(params, 0.5),
+    "grad_stats": lambda params: fastclip.grad_stats(params).norms,
+}
+
+
+@pytest.mark.parametrize("name", FUNCTIONS)
+def test_every_function_compiles_to_one_graph(name: str) -> None:
+    torch.compiler.reset()
+    function = FUNCTIONS[name]
+    compiled = torch.compile(function, fullgraph=True, backend="aot_eager")
+    eager, traced = (parameters(*lists()["mixed"]) for _ in range(2))
+    expected, got = function(eager), compiled(traced)
+    if isinstance(expected, Tensor):
+        assert isinstance(got, Tensor)
+        assert bitwise_equal(expected, got)
+    for a, b in zip(grads_of(eager), grads_of(traced), strict=True):
+        assert bitwise_equal(a, b)
+
+
+def test_looking_for_nonfinite_elements_breaks_the_graph_and_works() -> None:
+    torch.compiler.reset()
+    compiled = torch.compile(
+        lambda params: fastclip.clip_grad_norm_(params, 1.0, error_if_nonfinite=True),
+        backend="aot_eager",
+    )
+    params = parameters(floats(3.0, 4.0))
+    assert compiled(params).item() == 5.0
+    assert grads_of(params)[0].tolist() == pytest.approx([0.6, 0.8], rel=1e-6)
+    bad = parameters(floats(3.0, math.nan))
+    with pytest.raises(RuntimeError, match=r"position 0 \(1 NaN"):
+        compiled(bad)
+    assert grads_of(bad)[0][0].item() == 3.0

@@ -24,6 +24,8 @@ _MODULES = {"reference": "reference", "cpu": "native"}
 # Per device type, best first; any other device has the reference alone.
 AUTOMATIC = {"cpu": ("cpu", "reference"), "cuda": ("reference",)}
 
+WITHOUT_FLOAT64 = frozenset({"mps"})
+
 VARIABLE = "FASTCLIP_BACKEND"
 
 _requested: ContextVar[str | None] = ContextVar("fastclip.backend", default=None)
@@ -50,6 +52,10 @@ def choose(device: torch.device) -> Backend:
 
     Raises `RuntimeError` if one was asked for that cannot be used or does not serve the device.
     """
+    if device.type in WITHOUT_FLOAT64:
+        raise RuntimeError(
+            f"gradients on {device} are not served: it has no float64, in which every backend adds"
+        )
     name = _requested.get() or os.environ.get(VARIABLE)
     if not name:
         return _automatic(device.type)[0]

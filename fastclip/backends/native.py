@@ -37,7 +37,7 @@ def simd(level: str | None = None) -> str:
     """
     used = str(_operators().simd(level or ""))
     if level is not None and used != level:
-        raise ValueError(f"there is no SIMD level {level!r} here; this CPU has {levels()}")
+        raise ValueError(f"there is no SIMD level {level!r} here, only {', '.join(levels())}")
     return used
 
 
@@ -84,8 +84,8 @@ def scale_(grads: Sequence[Tensor], coef: Tensor) -> None:
         return
     coefs = coef.expand(len(grads))
     mine, rest = _served(grads)
-    for backend_scale_, rows in ((_operators().scale_, mine), (reference.scale_, rest)):
-        backend_scale_([grads[row] for row in rows], coefs[rows].contiguous())
+    for backend_scale_, rows in ((quick_scale_, mine), (reference.scale_, rest)):
+        backend_scale_([grads[row] for row in rows], coefs[rows])
 
 
 def clip_(
@@ -93,10 +93,9 @@ def clip_(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Measure, and rescale to `max_norm`; see `contract.Backend`."""
     if p in NORMS:
-        factor = 1.0 if inv_scale is None else float(inv_scale)
-        *result, refused = _operators().clip_(grads, p, float(max_norm), factor)
-        if refused < 0:
-            return tuple(result)
+        result = _clip(grads, p, max_norm, 1.0 if inv_scale is None else float(inv_scale))
+        if result is not None:
+            return result
     table = measure(grads, p, inv_scale)
     total = tables.total_norm(table, p)
     coef = tables.coefficient(total, max_norm)
@@ -114,7 +113,11 @@ def quick_measure(grads: Sequence[Tensor], p: float) -> Tensor | None:
 
 def quick_scale_(grads: Sequence[Tensor], coef: Tensor) -> bool:
     """Multiply in place; False, with nothing touched, if some tensor is not served as it is."""
-    return _operators().scale_(grads, coef.detach().to("cpu", torch.float64).contiguous()) < 0
+    coef = coef.detach().to("cpu", torch.float64).contiguous()
+    served: bool = _operators().scale_(grads, coef) < 0
+    if served:
+        _note_written(grads, coef)
+    return served
 
 
 def quick_clip_(
@@ -123,8 +126,23 @@ def quick_clip_(
     """Measure and rescale, or None with nothing touched; see `contract.Backend`."""
     if p not in NORMS:
         return None
-    table, total, coef, refused = _operators().clip_(grads, p, float(max_norm), 1.0)
-    return (table, total, coef) if refused < 0 else None
+    return _clip(grads, p, max_norm, 1.0)
+
+
+def _clip(
+    grads: Sequence[Tensor], p: float, max_norm: float | Tensor, inv_scale: float
+) -> tuple[Tensor, Tensor, Tensor] | None:
+    table, total, coef, refused = _operators().clip_(grads, p, float(max_norm), inv_scale)
+    if refused >= 0:
+        return None
+    _note_written(grads, coef * inv_scale if inv_scale != 1 else coef)
+    return table, total, coef
+
+
+def _note_written(grads: Sequence[Tensor], factors: Tensor) -> None:
+    """Tell autograd, which else would use a changed gradient in a gradient of gradients."""
+    if factors.ne(1).any() if factors.dim() else factors.item() != 1:
+        torch.autograd.graph.increment_version(grads)
 
 
 def _measure_apart(grads: Sequence[Tensor], p: float) -> Tensor:
@@ -160,7 +178,8 @@ def _operators() -> SimpleNamespace:
     )
     level = os.environ.get("FASTCLIP_SIMD")
     if level and operators.simd(level) != level:
-        raise Refused(f"FASTCLIP_SIMD={level} is not a SIMD level of this CPU")
+        here = [name for name in LEVELS if operators.simd(name) == name]
+        raise Refused(f"FASTCLIP_SIMD={level}: the SIMD levels here are {', '.join(here)}")
     return operators
 
 

@@ -61,12 +61,13 @@ def run(json: bool) -> int:
     else:
         encoding = sys.stdout.encoding or "utf-8"  # what it cannot say is escaped, not a crash
         print(render(report).encode(encoding, "backslashreplace").decode(encoding))
-    return 0 if _working(report) else 1
+    return 0 if _working(report) and report["choice"] is not None else 1
 
 
 def collect() -> dict[str, Any]:
     """Everything doctor knows, as plain values; what could not be found out is None."""
     probe = Probe()
+    probe.ask("torch", _import_torch)
     available = probe.ask("backends", _available)
     simd, library = None, None
     if (available or {}).get("cpu", "unknown") is None:
@@ -94,6 +95,13 @@ def collect() -> dict[str, Any]:
         "environment": environment,
         "problems": probe.problems,
     }
+
+
+def _import_torch() -> None:
+    with warnings.catch_warnings():
+        # torch's own word on a machine without NumPy, which fastclip does not need.
+        warnings.filterwarnings("ignore", "Failed to initialize NumPy")
+        importlib.import_module("torch")
 
 
 def _working(report: dict[str, Any]) -> list[str]:
@@ -267,6 +275,8 @@ def _closing(report: dict[str, Any]) -> str:
     working = _working(report)
     if not working:
         return "No backend works: fastclip cannot run here."
+    if report["choice"] is None:
+        return "With these settings every call would fail: see the problem above."
     lines = [f"fastclip runs here; backends that work: {', '.join(working)}."]
     if "cpu" not in working:
         lines.append("With the backend cpu it would be faster: see above what that misses.")
