@@ -227,5 +227,5 @@ def _simd_process(level: str) -> "subprocess.CompletedProcess[str]":
 
 
 def test_a_device_without_float64_is_refused_by_name() -> None:
-    with pytest.raises(RuntimeError, match="mps.*float64"):
+    with pytest.raises(RuntimeError, match=r"mps.*float64"):
         fastclip.backends.choose(torch.device("mps"))
