@@ -87,6 +87,10 @@ void measure(StableIValue* stack, uint64_t, uint64_t) {
 void scale_(StableIValue* stack, uint64_t, uint64_t) {
   const cpu::TensorList grads(stack[0]);
   const Tensor coef = to<Tensor>(stack[1]);
+  int32_t dtype;
+  STABLE_TORCH_ERROR_CODE_CHECK(aoti_torch_get_dtype(coef.get(), &dtype));
+  STD_TORCH_CHECK(dtype == aoti_torch_dtype_float64() && coef.is_contiguous() && coef.is_cpu(),
+                  "coef must be contiguous, float64 and on the CPU");
   STD_TORCH_CHECK(coef.numel() == 1 || coef.numel() == grads.size(), "coef has ", coef.numel(),
                   " elements for ", grads.size(), " gradients");
   const cpu::Inputs inputs = cpu::collect(grads, true);

@@ -15,7 +15,7 @@ import tempfile
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 FLAGS = (
@@ -77,9 +77,18 @@ def compiler() -> str | None:
         return None  # the flags above are those of GCC and Clang
     chosen = os.environ.get("CXX", "").strip()
     for candidate in [chosen] if chosen else ["c++", "g++", "clang++"]:
-        if shutil.which(shlex.split(candidate)[0]):
+        words = _words(candidate)
+        if words and shutil.which(words[0]):
             return candidate
     return None
+
+
+def _words(command: str) -> list[str]:
+    """As a shell splits it; none of what a shell would refuse."""
+    try:
+        return shlex.split(command)
+    except ValueError:
+        return []
 
 
 def missing_compiler() -> str | None:
@@ -114,6 +123,8 @@ def build(target: Path, *, torch_dir: Path, sanitize: bool = False) -> None:
         library = scratch / target.name
         link = [*command, *_link_flags(torch_dir), *(SANITIZE if sanitize else ())]
         _run([*link, "-o", str(library), *map(str, objects), *_libraries()])
+        if not library.is_file():
+            raise BuildError(f"{command[0]} made no library and reported no error")
         library.replace(target)
 
 
@@ -167,7 +178,7 @@ def _command() -> list[str]:
     reason = missing_compiler()
     if reason:
         raise BuildError(reason)
-    return shlex.split(compiler() or "")
+    return _words(compiler() or "")
 
 
 def _compiler_hash() -> str:
@@ -205,15 +216,16 @@ def _jobs() -> int:
 def _run(command: list[str]) -> str:
     """Run a compiler; its output, or BuildError with the last lines of it."""
     try:
-        done = subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+        done = subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
     except OSError as error:
         raise BuildError(f"{command[0]} could not be started: {error.strerror}") from error
+    output = done.stdout.decode(errors="replace")
     if done.returncode != 0:
-        lines = done.stdout.strip().splitlines()[-MESSAGE_LINES:]
+        lines = output.strip().splitlines()[-MESSAGE_LINES:]
         shown = "\n  ".join(lines) or "no output"
         what = next((word for word in command if word.endswith(".cpp")), "the library")
         raise BuildError(f"{command[0]} failed on {what} (exit {done.returncode}):\n  {shown}")
-    return done.stdout
+    return output
 
 
 @contextmanager
@@ -262,7 +274,8 @@ def _failure_shared(note: Path, asked: float) -> Iterator[None]:
     try:
         yield
     except BuildError as error:
-        note.write_text(str(error), encoding="utf-8")
+        with suppress(OSError):  # on a full disk the others fail for themselves
+            note.write_text(str(error), encoding="utf-8")
         raise
     note.unlink(missing_ok=True)
 

@@ -6,6 +6,7 @@ or sparse COO. `foreach` is accepted for compatibility and has no effect.
 """
 
 import math
+from types import ModuleType
 
 import torch
 from torch import Tensor
@@ -58,11 +59,11 @@ def clip_grad_norm_(
     if not listed.grads:
         return torch.zeros((), device="cpu", dtype=torch.float32)
     if not error_if_nonfinite:
-        return passes.clip_(listed, p, limit)
-    found, table = passes.measure(listed, p)
+        return _passes().clip_(listed, p, limit)
+    found, table = _passes().measure(listed, p)
     _refuse_nonfinite(table, listed, found.names, p)
     total = tables.total_norm(table, p)
-    passes.scale_(found, tables.coefficient(total, limit))
+    _passes().scale_(found, tables.coefficient(total, limit))
     return total.to(tables.result_dtype(found.tensors))
 
 
@@ -81,7 +82,7 @@ def get_total_norm(
     listed = gradients.of_tensors(tensors)
     if not listed.grads:
         return torch.zeros((), device="cpu", dtype=torch.float32)
-    found, table = passes.measure(listed, p)
+    found, table = _passes().measure(listed, p)
     if error_if_nonfinite:
         _refuse_nonfinite(table, listed, found.names, p)
     return tables.total_norm(table, p).to(tables.result_dtype(found.tensors))
@@ -110,7 +111,7 @@ def clip_grads_with_norm_(
     listed = gradients.of_parameters(parameters)
     if listed.grads:
         total = total_norm.detach().to(listed.grads[0].device, torch.float64).reshape(())
-        passes.rescale_(listed, tables.coefficient(total, limit))
+        _passes().rescale_(listed, tables.coefficient(total, limit))
 
 
 @torch.no_grad()
@@ -128,14 +129,16 @@ def clip_grad_value_(
     """
     value = _at_least_0(clip_value, "clip_value must be a number of at least 0")
     listed = gradients.of_parameters(parameters)
-    found = passes.sorted_out(listed)
+    found = _passes().sort_out(listed)
     for name, tensor in zip(found.names, found.tensors, strict=True):
         if tensor.is_complex():
             raise TypeError(
                 f"{listed.called(name)} is complex ({tensor.dtype}), which has no order"
             )
     for tensor in found.tensors:
-        tensor.clamp_(-value, value)
+        # clamp_ refuses a finite bound that the dtype does not hold.
+        bound = value if math.isinf(value) else min(value, torch.finfo(tensor.dtype).max)
+        tensor.clamp_(-bound, bound)
     for gradient, coalesced in found.sparse.values():
         gradient.copy_(coalesced)
 
@@ -153,9 +156,19 @@ def grad_stats(parameters: Parameters, norm_type: float | str = 2.0) -> GradStat
     listed = gradients.of_parameters(parameters)
     if not listed.grads:
         return GradStats.measured((), (), tables.empty(p, 0, torch.device("cpu")), p, torch.float32)
-    found, table = passes.measure(listed, p)
+    found, table = _passes().measure(listed, p)
     dtype = tables.result_dtype(found.tensors)
     return GradStats.measured(found.names, found.numel, table, p, dtype)
+
+
+def _passes() -> ModuleType:
+    """`fastclip.passes`, or while something records what is called, the same as operators."""
+    # A dispatch mode (make_fx, FakeTensorMode) sees operators alone; asking costs 50 ns.
+    if torch.compiler.is_compiling() or torch._C._len_torch_dispatch_stack() > 0:
+        from fastclip import traced
+
+        return traced
+    return passes
 
 
 def _order(norm_type: float | str) -> float:

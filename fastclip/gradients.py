@@ -141,12 +141,13 @@ def _entries(parameters: Any, none_allowed: bool) -> tuple[list[Any], list[str] 
     if isinstance(parameters, Tensor):
         return [parameters], None
     try:
-        entries = list(parameters)
+        iterator = iter(parameters)
     except TypeError:
         raise TypeError(
             "parameters must be a Tensor, a Module, or an iterable of Tensors or (name, Tensor) "
             f"pairs, got {type(parameters).__name__}"
         ) from None
+    entries = list(iterator)
     if not entries and isinstance(parameters, types.GeneratorType):
         warnings.warn(
             "parameters is an exhausted generator: there are no gradients to clip or measure",
@@ -212,12 +213,15 @@ def _row(name: str, grad: Tensor, what: str) -> Row:
         raise TypeError(f"{what} has dtype {local.dtype}; it must be floating point or complex")
     if local.layout == torch.sparse_coo:
         coalesced = local.coalesce()
-        values = coalesced._values()
         pair = None if local.is_coalesced() else (local, coalesced)
-        return Row(name, values.numel(), values, 1, pair)
+        return _strided_row(name, coalesced._values(), what)._replace(sparse=pair)
     if local.layout != torch.strided or local.is_nested or local.is_quantized:
         kind = "nested" if local.is_nested else str(local.layout)
         raise TypeError(f"{what} has layout {kind}; it must be strided or sparse COO")
+    return _strided_row(name, local, what)
+
+
+def _strided_row(name: str, local: Tensor, what: str) -> Row:
     stored = _without_expansion(local)
     if _overlaps(stored):
         raise RuntimeError(

@@ -1,21 +1,24 @@
-"""The operators for torch.compile: schemas, which arguments are mutated, and fakes.
+"""The operators that torch.compile and dispatch modes see: schemas, mutation, fakes.
 
-Eager calls go round them: the operator layer costs about half a microsecond a tensor. Each stands
-for the backend function of its name (`fastclip.backends.contract`) on the tensors' device.
+Eager calls go round them: the operator layer costs about half a microsecond a tensor. An operator
+takes any list that `fastclip.clip_grad_norm_` takes, but a gradient whose memory an earlier one
+has already is counted and scaled once: its row of the table is that of an empty tensor.
 """
 
 import torch
 from torch import Tensor
 
-from fastclip import backends
+from fastclip import passes
 from fastclip import table as tables
+from fastclip.gradients import Gradients, Listed
 
 
 @torch.library.custom_op("fastclip::measure", mutates_args=())
 def measure(grads: list[Tensor], p: float, inv_scale: Tensor | None = None) -> Tensor:
     if not grads:
         return tables.empty(p, 0, torch.device("cpu"))
-    return backends.choose(grads[0].device).measure(grads, p, inv_scale)
+    found, table = passes.measure(Listed(grads, None), p)
+    return tables.unscale(_every_row(found, table, len(grads), p), p, inv_scale)
 
 
 @measure.register_fake
@@ -25,8 +28,13 @@ def _(grads: list[Tensor], p: float, inv_scale: Tensor | None = None) -> Tensor:
 
 @torch.library.custom_op("fastclip::scale_", mutates_args=("grads",))
 def scale_(grads: list[Tensor], coef: Tensor) -> None:
-    if grads:
-        backends.choose(grads[0].device).scale_(grads, coef)
+    if not grads:
+        return
+    listed = Listed(grads, None)
+    if coef.dim() == 0:
+        return passes.rescale_(listed, coef)
+    found = passes.sort_out(listed)
+    passes.scale_(found, coef[_positions(found)])
 
 
 @scale_.register_fake
@@ -43,8 +51,19 @@ def clip_(
 ) -> tuple[Tensor, Tensor, Tensor]:
     if not grads:
         table = tables.empty(p, 0, torch.device("cpu"))
-        return table, torch.zeros((), device="cpu"), torch.ones((), dtype=torch.float64)
-    return backends.choose(grads[0].device).clip_(grads, p, max_norm, inv_scale)
+        one = torch.ones((), dtype=torch.float64, device="cpu")
+        return table, torch.zeros((), dtype=torch.float32, device="cpu"), one
+    listed = Listed(grads, None)
+    quick = passes.quick_clip_(listed, p, max_norm) if inv_scale is None else None
+    if quick is not None:
+        return quick
+    found, table = passes.measure(listed, p)
+    table = tables.unscale(table, p, inv_scale)
+    total = tables.total_norm(table, p)
+    coef = tables.coefficient(total, max_norm)
+    passes.scale_(found, coef if inv_scale is None else coef * inv_scale.to(coef.device))
+    dtype = tables.result_dtype(found.tensors)
+    return _every_row(found, table, len(grads), p), total.to(dtype), coef
 
 
 @clip_.register_fake
@@ -55,6 +74,19 @@ def _(
     table = torch.empty(len(grads), tables.COLUMNS, dtype=torch.float64, device=device)
     total = torch.empty((), dtype=tables.result_dtype(grads), device=device)
     return table, total, torch.empty((), dtype=torch.float64, device=device)
+
+
+def _positions(found: Gradients) -> list[int]:
+    """Where the rows were in the list, whose labels are positions."""
+    return [int(name) for name in found.names]
+
+
+def _every_row(found: Gradients, table: Tensor, n: int, p: float) -> Tensor:
+    if len(table) == n:
+        return table
+    rows = tables.empty(p, n, table.device)
+    rows[_positions(found)] = table
+    return rows
 
 
 def _device(grads: list[Tensor]) -> torch.device:

@@ -71,6 +71,8 @@ class GradStats:
     ) -> "GradStats":
         """Statistics of gradients that nothing has been done to. `dtype` is that of the norms."""
         total = tables.total_norm(table, norm_type).to(dtype)
+        if not names:
+            total = torch.zeros_like(total)  # as clip_grad_norm_ returns, whatever the order
         false = torch.zeros((), dtype=torch.bool, device=table.device)
         bad = table[:, [tables.NAN, tables.INF]].sum() > 0
         return cls(

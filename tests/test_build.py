@@ -236,3 +236,26 @@ def test_without_sources(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Non
     assert _build.source_dir() is None
     with pytest.raises(_build.BuildError, match="there are no C\\+\\+ sources beside"):
         _build.cached_library(torch.__version__, TORCH_DIR)
+
+
+@needs_compiler
+@pytest.mark.parametrize(
+    ("behaviour", "told"),
+    [
+        ("printf '\\377\\376 broken'; exit 1", "broken"),
+        ("exit 0", "made no library and reported no error"),
+    ],
+    ids=["bytes-that-are-no-text", "silent"],
+)
+def test_a_strange_compiler_is_a_reason(
+    behaviour: str, told: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("CXX", str(script(tmp_path / "strange", behaviour)))
+    with pytest.raises(_build.BuildError, match=told):
+        _build.build(tmp_path / "library.so", torch_dir=TORCH_DIR)
+
+
+def test_cxx_that_no_shell_would_take(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CXX", "g++ '")
+    assert _build.compiler() is None
+    assert "CXX=g++ '" in str(_build.missing_compiler())

@@ -5,7 +5,7 @@ on the CPU, where a result costs no waiting, is anything decided on the host.
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 import torch
 from torch import Tensor
@@ -40,7 +40,10 @@ def scale_(grads: Sequence[Tensor], coef: Tensor) -> None:
         factor = factor.to(grad.device, wide)
         if factor.device.type == "cpu" and factor == 1:
             continue
-        for piece in _pieces(_real(grad)):
+        # The memory, not what a negated view shows of it: copy_ to such a view of halves drops the
+        # sign, and a factor is the same for both.
+        real = torch._neg_view(grad) if grad.is_neg() else _real(grad)
+        for piece in _pieces(real):
             piece.copy_(piece.to(wide) * factor)
 
 
@@ -105,10 +108,17 @@ def _real(x: Tensor) -> Tensor:
     return torch.view_as_real(x.conj() if x.is_conj() else x)  # a lazy conjugate cannot be viewed
 
 
-def _pieces(x: Tensor) -> Sequence[Tensor]:
-    if not x.is_contiguous():
-        return (x,)
-    return x.view(-1).split(PIECE.get(x.device.type, PIECE_ELSEWHERE))
+def _pieces(x: Tensor) -> Iterator[Tensor]:
+    """Views of about `PIECE` elements at most that make up x."""
+    size = PIECE.get(x.device.type, PIECE_ELSEWHERE)
+    if x.is_contiguous():
+        yield from x.view(-1).split(size)
+    elif x.numel() <= size:
+        yield x
+    else:
+        longest = max(range(x.dim()), key=lambda dim: x.shape[dim])
+        for part in x.split(max(1, x.shape[longest] * size // x.numel()), longest):
+            yield from _pieces(part)
 
 
 def provide() -> Backend:
