@@ -102,8 +102,9 @@ def test_missing_torch_is_one_line_and_status_2(no_torch: str) -> None:
     assert done.stderr == "fastclip: PyTorch is missing; install it with `pip install torch`\n"
 
 
+# A background job of a shell without job control, as some CI runs the tests, ignores SIGINT.
 INTERRUPTED = """
-import sys, time
+import signal, sys, time
 from fastclip import cli
 from fastclip.commands import doctor
 
@@ -112,6 +113,7 @@ def run(json):
     time.sleep(60)
 
 doctor.run = run
+signal.signal(signal.SIGINT, signal.default_int_handler)
 sys.exit(cli.main(["doctor"]))
 """
 
