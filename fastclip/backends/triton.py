@@ -1,0 +1,347 @@
+"""The backend ``triton``: a whole list of gradients in two launches, or one.
+
+The kernels serve a list whole or not at all (`triton_plan.Plans.find`). What they do not take goes
+to the reference, tensor by tensor: complex numbers, norm orders other than 0, 1, 2 and inf, more
+dimensions than `triton_plan.MAX_DIMS` that do not merge.
+
+Launches and bytes, derived from the code (G: bytes of the gradients; nothing here was timed):
+
+======================================  ==================  ===========  =========================
+call                                    launches            bytes        the least possible
+======================================  ==================  ===========  =========================
+measure                                 1 a dtype           1 G          1 G
+clip, not needed                        2 a dtype           1 G          1 G
+clip, needed                            2 a dtype           3 G          3 G less what L2 holds
+clip, a list of one dtype that fits     1, cooperative      1 G, or 2 G  1 G, or 2 G
+in half of L2                                               beside L2
+scale                                   1 a dtype           2 G          2 G
+torch, clip needed or not               at least 1 for each 3 G          the same
+                                        320 tensors, twice
+======================================  ==================  ===========  =========================
+
+The second launch of a clip that is not needed reads one number and returns. A `max_norm` that is
+the float infinity and no loss scale need no second launch. Beside the gradients a step uploads the
+addresses, 8 bytes each, if they changed, and moves 40 bytes a gradient and a block of the grid.
+
+CUDA graphs: call once outside, as torch asks anyway (the kernels are compiled and loaded then).
+"""
+
+import functools
+import importlib.metadata
+import importlib.util
+import math
+import os
+import struct
+from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
+from types import ModuleType
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fastclip import table as tables
+from fastclip.backends import reference
+from fastclip.backends.contract import Backend, Unavailable
+from fastclip.backends.triton_plan import Grid, Group, Plan, Plans, served
+
+OLDEST = (3, 4)
+ORDERS = {0.0: 0, 1.0: 1, 2.0: 2, math.inf: 3}  # the kernels' numbers for them
+
+N_WARPS = 8
+BLOCKS_PER_SM = 4  # of 256 threads: half of the 2,048 that an SM takes, with 64 registers each
+MAX_REGISTERS = 64
+COOPERATIVE_BLOCKS_PER_SM = 2  # every block must be resident, and this kernel takes more registers
+COOPERATIVE_SHARE_OF_L2 = 0.5
+INTERPRETED_BLOCKS = 4
+
+Scalar = tuple[Tensor | None, int]
+
+_plans = Plans()
+
+
+def interpreted() -> bool:
+    """Whether Triton runs kernels in Python, on any device."""
+    return os.environ.get("TRITON_INTERPRET", "0").lower() in ("1", "true", "on", "yes", "y")
+
+
+def provide() -> Backend:
+    version = _version()
+    if not interpreted() and not torch.cuda.is_available():
+        raise Unavailable("torch finds no CUDA device here")
+    types = {"cuda", "cpu"} if interpreted() else {"cuda"}
+    return Backend(
+        "triton",
+        frozenset(types),
+        f"Triton {version} kernels{', interpreted in Python' if interpreted() else ''}; complex "
+        "gradients, layouts of more than 8 dimensions and norm orders other than 0, 1, 2 and inf "
+        "go to the reference",
+        measure,
+        scale_,
+        clip_,
+        quick_measure,
+        quick_scale_,
+        quick_clip_,
+    )
+
+
+def measure(grads: Sequence[Tensor], p: float, inv_scale: Tensor | None) -> Tensor:
+    """The table of `grads`; see `contract.Backend`."""
+    result = _measure(grads, p, inv_scale)
+    return _measure_apart(grads, p, inv_scale) if result is None else result
+
+
+def scale_(grads: Sequence[Tensor], coef: Tensor) -> None:
+    """Multiply in place; see `contract.Backend`."""
+    if quick_scale_(grads, coef):
+        return
+    coefs = coef.expand(len(grads)).unbind()
+    mine, rest = _split(grads)
+    for backend_scale_, rows in ((quick_scale_, mine), (reference.scale_, rest)):
+        if rows:
+            backend_scale_([grads[row] for row in rows], torch.stack([coefs[row] for row in rows]))
+
+
+def clip_(
+    grads: Sequence[Tensor], p: float, max_norm: float | Tensor, inv_scale: Tensor | None
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Measure, and rescale to `max_norm`; see `contract.Backend`."""
+    result = _clip_(grads, p, max_norm, inv_scale)
+    if result is not None:
+        return result
+    table = measure(grads, p, inv_scale)
+    total = tables.total_norm(table, p)
+    coef = tables.coefficient(total, max_norm)
+    scale_(grads, coef if inv_scale is None else coef * inv_scale.to(coef.device))
+    return table, total.to(tables.result_dtype(grads)), coef
+
+
+def quick_measure(grads: Sequence[Tensor], p: float) -> Tensor | None:
+    """The table, or None if some tensor is not served as it is; see `contract.Backend`."""
+    return _measure(grads, p, None)
+
+
+def quick_scale_(grads: Sequence[Tensor], coef: Tensor) -> bool:
+    """Multiply in place; False, with nothing touched, if some tensor is not served as it is."""
+    if not grads:
+        return True
+    with _plans.lock, _on(grads[0]):
+        plan = _plans.find(grads, _grid(grads[0].device))
+        if plan is None:
+            return False
+        coef = coef.detach().to(plan.device, torch.float64).contiguous()
+        _launch_scale(plan, coef, per_row=coef.dim() > 0)
+    return True
+
+
+def quick_clip_(
+    grads: Sequence[Tensor], p: float, max_norm: float | Tensor
+) -> tuple[Tensor, Tensor, Tensor] | None:
+    """Measure and rescale, or None with nothing touched; see `contract.Backend`."""
+    return _clip_(grads, p, max_norm, None)
+
+
+def launch(kernel: Any, blocks: int, *arguments: object, **options: object) -> None:
+    """The one place that starts kernels."""
+    kernel[(blocks,)](*arguments, **options)
+
+
+def _measure(grads: Sequence[Tensor], p: float, inv_scale: Tensor | None) -> Tensor | None:
+    if p not in ORDERS:
+        return None
+    if not grads:
+        return tables.empty(p, 0, torch.device("cpu"))
+    with _plans.lock, _on(grads[0]):
+        plan = _plans.find(grads, _grid(grads[0].device))
+        if plan is None:
+            return None
+        return _launch_measure(plan, p, math.inf, inv_scale)[0]
+
+
+def _clip_(
+    grads: Sequence[Tensor], p: float, max_norm: float | Tensor, inv_scale: Tensor | None
+) -> tuple[Tensor, Tensor, Tensor] | None:
+    if p not in ORDERS or not grads:
+        return None
+    with _plans.lock, _on(grads[0]):
+        plan = _plans.find(grads, _grid(grads[0].device))
+        if plan is None:
+            return None
+        if plan.cooperative:
+            return _launch_clip(plan, p, max_norm, inv_scale)
+        result = _launch_measure(plan, p, max_norm, inv_scale)
+        if inv_scale is not None or isinstance(max_norm, Tensor) or max_norm != math.inf:
+            _launch_scale(plan, plan.factor, per_row=False)
+        return result
+
+
+def _launch_measure(
+    plan: Plan, p: float, max_norm: float | Tensor, inv_scale: Tensor | None
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Table, total norm and coefficient; the plan's factor is set as well."""
+    results = _results(plan)
+    arguments = _list_arguments(plan, results, max_norm, inv_scale)
+    for group in plan.groups:
+        launch(
+            _kernels().measure_kernel,
+            group.blocks,
+            *_group_arguments(plan, group),
+            *arguments,
+            ORDER=ORDERS[p],
+            DTYPE=_triton_dtype(group.dtype),
+            LAST=group is plan.groups[-1],
+            **_options(),
+        )
+    return results
+
+
+def _launch_scale(plan: Plan, factor: Tensor, per_row: bool) -> None:
+    for group in reversed(plan.groups):  # the last one's end was read last
+        launch(
+            _kernels().scale_kernel,
+            group.blocks,
+            group.addresses,
+            group.entries,
+            plan.layouts,
+            group.grid,
+            factor,
+            PER_ROW=per_row,
+            DTYPE=_triton_dtype(group.dtype),
+            **_options(),
+        )
+
+
+def _launch_clip(
+    plan: Plan, p: float, max_norm: float | Tensor, inv_scale: Tensor | None
+) -> tuple[Tensor, Tensor, Tensor]:
+    results = _results(plan)
+    (group,) = plan.groups
+    launch(
+        _kernels().clip_kernel,
+        group.blocks,
+        *_group_arguments(plan, group),
+        *_list_arguments(plan, results, max_norm, inv_scale),
+        ORDER=ORDERS[p],
+        DTYPE=_triton_dtype(group.dtype),
+        **_options(cooperative=True),
+    )
+    return results
+
+
+def _results(plan: Plan) -> tuple[Tensor, Tensor, Tensor]:
+    table = torch.empty(plan.n, tables.COLUMNS, dtype=torch.float64, device=plan.device)
+    wide = torch.float64 if plan.wide else torch.float32
+    total = torch.empty((), dtype=wide, device=plan.device)
+    return table, total, torch.empty((), dtype=torch.float64, device=plan.device)
+
+
+def _group_arguments(plan: Plan, group: Group) -> tuple[Tensor, ...]:
+    tables_ = (group.addresses, group.entries, plan.layouts, group.grid)
+    return (*tables_, plan.slots, plan.counters)
+
+
+def _list_arguments(
+    plan: Plan,
+    results: tuple[Tensor, Tensor, Tensor],
+    max_norm: float | Tensor,
+    inv_scale: Tensor | None,
+) -> tuple[object, ...]:
+    table, total, coef = results
+    return (
+        *(plan.empties, plan.empties.numel(), table, plan.n, total, coef, plan.factor),
+        *_scalar(max_norm, plan.device),
+        *_scalar(1.0 if inv_scale is None else inv_scale, plan.device),
+    )
+
+
+def _scalar(value: float | Tensor, device: torch.device) -> Scalar:
+    """What the kernels take for a number: where it is on their device, or else its bits."""
+    if isinstance(value, Tensor):
+        value = value.detach()
+        if value.device == device:
+            return value, 0
+        if value.device.type != "cpu":
+            return value.to(device), 0
+    return None, struct.unpack("<q", struct.pack("<d", float(value)))[0]
+
+
+def _options(cooperative: bool = False) -> dict[str, object]:
+    if interpreted():
+        return {}
+    options: dict[str, object] = {"num_stages": 1, "enable_fp_fusion": True}
+    if torch.version.hip:
+        return {**options, "num_warps": N_WARPS // 2}  # of 64 threads
+    if cooperative:
+        return {**options, "num_warps": N_WARPS, "launch_cooperative_grid": True}
+    return {**options, "num_warps": N_WARPS, "maxnreg": MAX_REGISTERS}
+
+
+def _measure_apart(grads: Sequence[Tensor], p: float, inv_scale: Tensor | None) -> Tensor:
+    """Rows from the kernels where they serve, else from the reference."""
+    mine, rest = _split(grads) if p in ORDERS else ([], list(range(len(grads))))
+    parts: list[Tensor | None] = [None] * len(grads)
+    for backend_measure, rows in ((_measure, mine), (reference.measure, rest)):
+        if rows:
+            part = backend_measure([grads[row] for row in rows], p, inv_scale)
+            for row, line in zip(rows, part.unbind(), strict=True):
+                parts[row] = line
+    return torch.stack(parts)  # and no index, which would have to be sent to the device
+
+
+def _split(grads: Sequence[Tensor]) -> tuple[list[int], list[int]]:
+    """The rows that the kernels serve, and the others."""
+    mask = [served(grad) for grad in grads]
+    return (
+        [row for row, mine in enumerate(mask) if mine],
+        [row for row, mine in enumerate(mask) if not mine],
+    )
+
+
+def _on(grad: Tensor) -> AbstractContextManager[object]:
+    """Make the gradient's device the current one, on which Triton launches."""
+    if grad.device.type != "cuda" or grad.device.index == torch.cuda.current_device():
+        return nullcontext()
+    return torch.cuda.device(grad.device)
+
+
+@functools.cache
+def _grid(device: torch.device) -> Grid:
+    if device.type != "cuda":
+        return Grid(INTERPRETED_BLOCKS)
+    properties = torch.cuda.get_device_properties(device)
+    n = properties.multi_processor_count
+    if not _has_cooperative_launch():
+        return Grid(n * BLOCKS_PER_SM)
+    share = int(properties.L2_cache_size * COOPERATIVE_SHARE_OF_L2)
+    return Grid(n * BLOCKS_PER_SM, share, n * COOPERATIVE_BLOCKS_PER_SM)
+
+
+def _has_cooperative_launch() -> bool:
+    if interpreted() or torch.version.hip:
+        return False
+    from triton.backends.nvidia.compiler import CUDAOptions
+
+    return hasattr(CUDAOptions, "launch_cooperative_grid")
+
+
+@functools.cache
+def _kernels() -> ModuleType:
+    from fastclip.backends import triton_kernels
+
+    return triton_kernels
+
+
+@functools.cache
+def _triton_dtype(dtype: torch.dtype) -> Any:
+    import triton.language as tl
+
+    return getattr(tl, str(dtype).removeprefix("torch."))
+
+
+def _version() -> str:
+    if importlib.util.find_spec("triton") is None:
+        raise Unavailable("the package triton is not installed")
+    version = importlib.metadata.version("triton")
+    if tuple(int(part) for part in version.split(".")[:2]) < OLDEST:
+        raise Unavailable(f"Triton {version} is older than {'.'.join(map(str, OLDEST))}")
+    return version
