@@ -49,8 +49,7 @@ OLDEST = (3, 4)
 ORDERS = {0.0: 0, 1.0: 1, 2.0: 2, math.inf: 3}  # the kernels' numbers for them
 
 N_WARPS = 8
-BLOCKS_PER_SM = 4  # of 256 threads: half of the 2,048 that an SM takes, with 64 registers each
-MAX_REGISTERS = 64
+BLOCKS_PER_SM = 4  # of 256 threads; with fewer, too few loads are on the way
 COOPERATIVE_BLOCKS_PER_SM = 2  # every block must be resident, and this kernel takes more registers
 COOPERATIVE_SHARE_OF_L2 = 0.5
 INTERPRETED_BLOCKS = 4
@@ -190,7 +189,7 @@ def _launch_measure(
             ORDER=ORDERS[p],
             DTYPE=_triton_dtype(group.dtype),
             LAST=group is plan.groups[-1],
-            **_options(),
+            **_options(plan.device),
         )
     return results
 
@@ -207,7 +206,7 @@ def _launch_scale(plan: Plan, factor: Tensor, per_row: bool) -> None:
             factor,
             PER_ROW=per_row,
             DTYPE=_triton_dtype(group.dtype),
-            **_options(),
+            **_options(plan.device),
         )
 
 
@@ -223,7 +222,7 @@ def _launch_clip(
         *_list_arguments(plan, results, max_norm, inv_scale),
         ORDER=ORDERS[p],
         DTYPE=_triton_dtype(group.dtype),
-        **_options(cooperative=True),
+        **_options(plan.device, cooperative=True),
     )
     return results
 
@@ -265,15 +264,26 @@ def _scalar(value: float | Tensor, device: torch.device) -> Scalar:
     return None, struct.unpack("<q", struct.pack("<d", float(value)))[0]
 
 
-def _options(cooperative: bool = False) -> dict[str, object]:
+def max_registers(capability: int, cooperative: bool = False) -> int:
+    """What a thread may have so that half of the threads of an SM fit (two blocks, if cooperative).
+
+    There are 65,536 registers for 2,048 threads on 8.0, 9.0 and 10.x, for 1,536 on the others.
+    """
+    if cooperative:
+        return 128
+    return 64 if capability in (80, 90) or 100 <= capability < 120 else 80
+
+
+@functools.cache
+def _options(device: torch.device, cooperative: bool = False) -> dict[str, object]:
     if interpreted():
         return {}
     options: dict[str, object] = {"num_stages": 1, "enable_fp_fusion": True}
     if torch.version.hip:
         return {**options, "num_warps": N_WARPS // 2}  # of 64 threads
-    if cooperative:
-        return {**options, "num_warps": N_WARPS, "launch_cooperative_grid": True}
-    return {**options, "num_warps": N_WARPS, "maxnreg": MAX_REGISTERS}
+    major, minor = torch.cuda.get_device_capability(device)
+    options |= {"num_warps": N_WARPS, "maxnreg": max_registers(10 * major + minor, cooperative)}
+    return {**options, "launch_cooperative_grid": True} if cooperative else options
 
 
 def _measure_apart(grads: Sequence[Tensor], p: float, inv_scale: Tensor | None) -> Tensor:

@@ -76,10 +76,17 @@ def _layout_offset(position, layout_ptr):
 
 
 @triton.jit
+def _widen(x, WIDE: tl.constexpr):
+    if x.dtype == tl.bfloat16:  # Triton's interpreter gets denormals wrong; the same instruction
+        x = (x.to(tl.int16, bitcast=True).to(tl.int32) << 16).to(tl.float32, bitcast=True)
+    return x.to(WIDE)
+
+
+@triton.jit
 def _tile(x, ORDER: tl.constexpr, WIDE: tl.constexpr):
     """Of a tile ``[rows, elements side by side]``, per row, so within a thread: the sum, the largest
     magnitude, the number of zeros. A NaN is lost in the maximum and never in the sum."""
-    x = x.to(WIDE)
+    x = _widen(x, WIDE)
     size = tl.abs(x)
     total = tl.sum(x * x if ORDER == SQUARES else size, axis=1)
     return total, tl.max(size, axis=1), tl.sum((x == 0).to(tl.float32), axis=1)
@@ -146,6 +153,17 @@ def _dense_chunk(start, begin, end, ORDER: tl.constexpr, DTYPE: tl.constexpr):
     zeros = tl.zeros([LANES], dtype=tl.float32)  # exact, and one instruction less than integers
 
     full_begin, full_end = _full_tiles(begin, end, LOADS * STEP)
+    # The edges first: afterwards nothing of them takes a register.
+    step = tl.where(begin > 0, 0, full_end * LOADS)
+    while step * STEP < end:
+        mask = _edge(step, begin, end, inner, STEP)
+        x = tl.load(start + step * STEP + inner, mask=mask, other=0)
+        p, m, z = _tile(x, ORDER, WIDE)
+        total += p
+        largest = tl.maximum(largest, m)
+        zeros += z - tl.sum((~mask).to(tl.float32), axis=1)
+        step = _next_edge(step, full_begin, full_end)
+
     tile = start + full_begin * (LOADS * STEP)
     for _ in range(full_begin, full_end):
         x0 = tl.load(tile + inner)
@@ -160,16 +178,6 @@ def _dense_chunk(start, begin, end, ORDER: tl.constexpr, DTYPE: tl.constexpr):
         largest = tl.maximum(largest, tl.maximum(tl.maximum(m0, m1), tl.maximum(m2, m3)))
         zeros += (z0 + z1) + (z2 + z3)
         tile += LOADS * STEP
-
-    step = tl.where(begin > 0, 0, full_end * LOADS)
-    while step * STEP < end:
-        mask = _edge(step, begin, end, inner, STEP)
-        x = tl.load(start + step * STEP + inner, mask=mask, other=0)
-        p, m, z = _tile(x, ORDER, WIDE)
-        total += p
-        largest = tl.maximum(largest, m)
-        zeros += z - tl.sum((~mask).to(tl.float32), axis=1)
-        step = _next_edge(step, full_begin, full_end)
     return tl.sum(total.to(tl.float64)), tl.max(largest, axis=0), tl.sum(zeros).to(tl.int32)
 
 
@@ -184,7 +192,7 @@ def _exact_chunk(start, begin, n, layout_ptr, ORDER: tl.constexpr):
     for first in range(0, n, LANES):
         mask = first + inner < n
         offset = _layout_offset(begin + first + inner, layout_ptr)
-        x = tl.load(start + offset, mask=mask, other=0).to(tl.float64)
+        x = _widen(tl.load(start + offset, mask=mask, other=0), tl.float64)
         size = tl.abs(x)
         if ORDER == COUNT:
             power += (x != 0).to(tl.float64)
@@ -266,7 +274,7 @@ def _scale_dense_chunk(start, begin, end, factor, DTYPE: tl.constexpr):
     while step * STEP < end:
         mask = _edge(step, begin, end, inner, STEP)
         elements = start + step * STEP + inner
-        x = tl.load(elements, mask=mask).to(factor.dtype)
+        x = _widen(tl.load(elements, mask=mask), factor.dtype)
         tl.store(elements, (x * factor).to(DTYPE), mask=mask)
         step = _next_edge(step, full_begin, full_end)
     for back in range(full_begin, full_end):
@@ -275,10 +283,10 @@ def _scale_dense_chunk(start, begin, end, factor, DTYPE: tl.constexpr):
         x1 = tl.load(elements + STEP)
         x2 = tl.load(elements + 2 * STEP)
         x3 = tl.load(elements + 3 * STEP)
-        tl.store(elements, (x0.to(factor.dtype) * factor).to(DTYPE))
-        tl.store(elements + STEP, (x1.to(factor.dtype) * factor).to(DTYPE))
-        tl.store(elements + 2 * STEP, (x2.to(factor.dtype) * factor).to(DTYPE))
-        tl.store(elements + 3 * STEP, (x3.to(factor.dtype) * factor).to(DTYPE))
+        tl.store(elements, (_widen(x0, factor.dtype) * factor).to(DTYPE))
+        tl.store(elements + STEP, (_widen(x1, factor.dtype) * factor).to(DTYPE))
+        tl.store(elements + 2 * STEP, (_widen(x2, factor.dtype) * factor).to(DTYPE))
+        tl.store(elements + 3 * STEP, (_widen(x3, factor.dtype) * factor).to(DTYPE))
 
 
 @triton.jit
@@ -288,7 +296,7 @@ def _scale_strided_chunk(start, begin, n, layout_ptr, factor, DTYPE: tl.constexp
     for first in range(0, n, LANES):
         mask = first + inner < n
         elements = start + _layout_offset(begin + first + inner, layout_ptr)
-        x = tl.load(elements, mask=mask).to(factor.dtype)
+        x = _widen(tl.load(elements, mask=mask), factor.dtype)
         tl.store(elements, (x * factor).to(DTYPE), mask=mask)
 
 

@@ -232,7 +232,7 @@ def build(grads: Sequence[Tensor], grid: Grid, cooperative: bool) -> tuple[Plan,
         sent=[],
         layouts=work[layout_place],
         empties=work[empties_place],
-        slots=torch.empty(longest + most, 5, dtype=torch.float64, device=device),
+        slots=torch.zeros(longest + most, 5, dtype=torch.float64, device=device),
         counters=torch.zeros(ENTRY_COUNTERS + longest, dtype=torch.int32, device=device),
         factor=torch.empty((), dtype=torch.float64, device=device),
     )

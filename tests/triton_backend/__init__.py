@@ -1,0 +1,1 @@
+"""Tests of the Triton backend: what needs the interpreter runs in processes of its own."""
