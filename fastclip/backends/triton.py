@@ -276,7 +276,7 @@ def max_registers(capability: int, cooperative: bool = False) -> int:
 
 @functools.cache
 def _options(device: torch.device, cooperative: bool = False) -> dict[str, object]:
-    if interpreted():
+    if interpreted() or device.type != "cuda":
         return {}
     options: dict[str, object] = {"num_stages": 1, "enable_fp_fusion": True}
     if torch.version.hip:

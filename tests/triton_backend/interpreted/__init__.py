@@ -1,0 +1,1 @@
+"""Tests for a process with TRITON_INTERPRET=1."""
