@@ -161,3 +161,15 @@ def test_what_the_kernels_refuse_goes_to_the_reference(triton: Backend) -> None:
     assert backend.quick_measure(grads[:1], 3.0) is None
     assert backend.quick_measure([grads[0], grads[0]], 2.0) is None
     assert not backend.quick_scale_([torch.zeros(3).to_sparse()], coef[0])
+
+
+def test_the_repaired_interpreter_rounds_to_nearest_even() -> None:
+    import numpy as np
+
+    from tests.triton_backend.interpreter import to_bfloat16
+
+    every = torch.randint(-(1 << 31), 1 << 31, (100_000,), dtype=torch.int64)
+    x = torch.cat([every.to(torch.int32).view(F32), torch.tensor([math.nan, math.inf, 1e-45, -0.0])])
+    got = torch.from_numpy(to_bfloat16(x.numpy()).astype(np.int16)).view(BF16)
+    assert torch.equal(got.isnan(), x.isnan())
+    assert bitwise_equal(got[~x.isnan()], x.to(BF16)[~x.isnan()])
