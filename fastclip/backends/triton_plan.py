@@ -76,6 +76,7 @@ class Plan:
     cooperative: bool
     groups: list[Group]
     order: list[int]  # rows with elements, by group: whose addresses are sent
+    in_order: bool  # these are all rows, in order
     sizes: tuple[int, ...]  # bytes of an element of each of these
     addresses: Tensor  # of these, on the device
     sent: list[int]  # the addresses of all rows that the device has
@@ -123,9 +124,10 @@ class Plans:
         return plan
 
     def _moved(self, plan: Plan, grads: Sequence[Tensor], addresses: list[int]) -> Plan | None:
-        if not _on_one_device(grads) or not _distinct(plan, addresses):
+        ordered = _ordered(plan, addresses)
+        if not _on_one_device(grads) or not _usable(plan, ordered):
             return None
-        _upload(plan.addresses, _ordered(plan.order, addresses), None)
+        _upload(plan.addresses, ordered, None)
         plan.sent = addresses
         return plan
 
@@ -140,9 +142,10 @@ class Plans:
         if not all(map(_served, grads)) or not _on_one_device(grads):
             return None
         plan, tables, work = build(grads, grid, cooperative=not capturing)
-        if not _distinct(plan, addresses):
+        ordered = _ordered(plan, addresses)
+        if not _usable(plan, ordered):
             return None
-        tables[: len(plan.order)] = array("q", _ordered(plan.order, addresses))
+        tables[: len(ordered)] = ordered
         _upload(work, tables, self._pinned(len(tables), capturing))
         plan.sent = addresses
         return plan
@@ -229,6 +232,7 @@ def build(grads: Sequence[Tensor], grid: Grid, cooperative: bool) -> tuple[Plan,
         cooperative=cooperative,
         groups=groups,
         order=order,
+        in_order=order == list(range(len(grads))),
         sizes=tuple(grads[row].element_size() for row in order),
         addresses=work[: len(order)],
         sent=[],
@@ -329,28 +333,28 @@ def _served(x: Tensor) -> bool:
 
 
 def _on_one_device(grads: Sequence[Tensor]) -> bool:
-    return len(set(map(attrgetter("device"), grads))) == 1
+    return set(map(Tensor.get_device, grads)) == {grads[0].get_device()}
 
 
-def _distinct(plan: Plan, addresses: list[int]) -> bool:
+def _usable(plan: Plan, addresses: "array[int]") -> bool:
     """Whether no two gradients begin at one address, and each at a multiple of its element size."""
-    used = _ordered(plan.order, addresses)
-    if len(set(used)) < len(used):
+    distinct = set(addresses)
+    if len(distinct) < len(addresses) or 0 in distinct:  # 0: no memory, on the device meta
         return False
-    return not any(a % 8 and a % size for a, size in zip(used, plan.sizes, strict=True))
+    if not addresses or not torch.frombuffer(addresses, dtype=torch.int64).bitwise_and(7).any():
+        return True
+    return not any(a % size for a, size in zip(addresses, plan.sizes, strict=True))
 
 
-def _ordered(order: list[int], addresses: list[int]) -> list[int]:
-    if len(order) == len(addresses) and order == list(range(len(order))):
-        return addresses
-    return [addresses[row] for row in order]
+def _ordered(plan: Plan, addresses: list[int]) -> "array[int]":
+    return array("q", addresses if plan.in_order else [addresses[row] for row in plan.order])
 
 
-def _upload(target: Tensor, values: Sequence[int], pinned: Tensor | None) -> None:
+def _upload(target: Tensor, values: "array[int]", pinned: Tensor | None) -> None:
     """Copy to the device behind what its stream has to do already."""
-    if len(values) == 0:
+    if not values:
         return
-    source = torch.frombuffer(values if isinstance(values, array) else array("q", values), dtype=torch.int64)
+    source = torch.frombuffer(values, dtype=torch.int64)
     if target.device.type == "cuda":
         pinned = _new_pinned(len(values)) if pinned is None else pinned
         source = pinned.copy_(source)
