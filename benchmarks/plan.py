@@ -4,8 +4,8 @@
     python -m benchmarks.plan --csv benchmarks/results/NAME.csv
     python -m benchmarks.plan --check          # exit status 1 if a hit costs more than 0.5 us
 
-Three costs for lists of 1 to 5,000 gradients: `hit` (the gradients lie where they lay), `moved` (new
-addresses: one upload), `new` (sizes never seen: the plan is built). Not in them: the launches
+Three costs for lists of 1 to 5,000 gradients: `hit` (the gradients lie where they lay), `moved`
+(new addresses: one upload), `new` (sizes never seen: the plan is built). Not in them: the launches
 themselves and, on a GPU, pinned memory and the call that starts the copy.
 """
 
@@ -30,7 +30,7 @@ TARGET_US = 0.5  # a gradient, at 2,000 of them
 
 
 def fastest(call: Callable[[], object], rounds: int) -> float:
-    """Microseconds of the median of the fastest fifth of the rounds: others use this machine too."""
+    """Microseconds, the median of the fastest fifth of the rounds: others may be at work."""
     times = []
     for _ in range(rounds):
         start = time.perf_counter()
@@ -63,7 +63,9 @@ def main() -> int:
     arguments = parser.parse_args()
     torch.set_num_threads(1)
     others = machine.Others()
-    rows = [{"gradients": n, **{name: round(us, 2) for name, us in costs(n).items()}} for n in COUNTS]
+    rows = []
+    for n in COUNTS:
+        rows.append({"gradients": n, **{name: round(us, 2) for name, us in costs(n).items()}})
     for row in rows:
         row["hit_per_gradient"] = round(row["hit"] / row["gradients"], 4)
         row["moved_per_gradient"] = round(row["moved"] / row["gradients"], 4)

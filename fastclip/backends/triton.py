@@ -96,7 +96,7 @@ def scale_(grads: Sequence[Tensor], coef: Tensor) -> None:
         return
     coefs = coef.expand(len(grads)).unbind()
     mine, rest = _split(grads)
-    for backend_scale_, rows in ((quick_scale_, mine), (reference.scale_, rest)):
+    for backend_scale_, rows in ((_scale_served_, mine), (reference.scale_, rest)):
         if rows:
             backend_scale_([grads[row] for row in rows], torch.stack([coefs[row] for row in rows]))
 
@@ -170,7 +170,7 @@ def _clip_(
             return _launch_clip(plan, p, max_norm, inv_scale)
         result = _launch_measure(plan, p, max_norm, inv_scale)
         if inv_scale is not None or isinstance(max_norm, Tensor) or max_norm != math.inf:
-            _launch_scale(plan, plan.factor, per_row=False)
+            _launch_scale(plan, plan.scratch.factor, per_row=False)
         return result
 
 
@@ -236,7 +236,7 @@ def _results(plan: Plan) -> tuple[Tensor, Tensor, Tensor]:
 
 def _group_arguments(plan: Plan, group: Group) -> tuple[Tensor, ...]:
     tables_ = (group.addresses, group.entries, plan.layouts, group.grid)
-    return (*tables_, plan.slots, plan.counters)
+    return (*tables_, plan.scratch.slots, plan.scratch.counters)
 
 
 def _list_arguments(
@@ -247,7 +247,7 @@ def _list_arguments(
 ) -> tuple[object, ...]:
     table, total, coef = results
     return (
-        *(plan.empties, plan.empties.numel(), table, plan.n, total, coef, plan.factor),
+        *(plan.empties, plan.empties.numel(), table, plan.n, total, coef, plan.scratch.factor),
         *_scalar(max_norm, plan.device),
         *_scalar(1.0 if inv_scale is None else inv_scale, plan.device),
     )
@@ -289,13 +289,25 @@ def _options(device: torch.device, cooperative: bool = False) -> dict[str, objec
 def _measure_apart(grads: Sequence[Tensor], p: float, inv_scale: Tensor | None) -> Tensor:
     """Rows from the kernels where they serve, else from the reference."""
     mine, rest = _split(grads) if p in ORDERS else ([], list(range(len(grads))))
-    parts: list[Tensor | None] = [None] * len(grads)
-    for backend_measure, rows in ((_measure, mine), (reference.measure, rest)):
+    parts: dict[int, Tensor] = {}
+    for backend_measure, rows in ((_measure_served, mine), (reference.measure, rest)):
         if rows:
             part = backend_measure([grads[row] for row in rows], p, inv_scale)
-            for row, line in zip(rows, part.unbind(), strict=True):
-                parts[row] = line
-    return torch.stack(parts)  # and no index, which would have to be sent to the device
+            parts |= zip(rows, part.unbind(), strict=True)
+    # Not by an index, which would have to be sent to the device.
+    return torch.stack([parts[row] for row in range(len(grads))])
+
+
+def _measure_served(grads: Sequence[Tensor], p: float, inv_scale: Tensor | None) -> Tensor:
+    table = _measure(grads, p, inv_scale)
+    if table is None:
+        raise RuntimeError("two of the gradients begin at one address, or lie on two devices")
+    return table
+
+
+def _scale_served_(grads: Sequence[Tensor], coef: Tensor) -> None:
+    if not quick_scale_(grads, coef):
+        raise RuntimeError("two of the gradients begin at one address, or lie on two devices")
 
 
 def _split(grads: Sequence[Tensor]) -> tuple[list[int], list[int]]:

@@ -84,8 +84,8 @@ def _widen(x, WIDE: tl.constexpr):
 
 @triton.jit
 def _tile(x, ORDER: tl.constexpr, WIDE: tl.constexpr):
-    """Of a tile ``[rows, elements side by side]``, per row, so within a thread: the sum, the largest
-    magnitude, the number of zeros. A NaN is lost in the maximum and never in the sum."""
+    """Of a tile ``[rows, elements side by side]``, per row, so within a thread: sum, largest
+    magnitude, number of zeros. A NaN is lost in the maximum and never in the sum."""
     x = _widen(x, WIDE)
     size = tl.abs(x)
     total = tl.sum(x * x if ORDER == SQUARES else size, axis=1)
@@ -301,9 +301,7 @@ def _scale_strided_chunk(start, begin, n, layout_ptr, factor, DTYPE: tl.constexp
 
 
 @triton.jit
-def scale_chunk(
-    addresses_ptr, entries_ptr, layouts_ptr, entry, chunk, factor, DTYPE: tl.constexpr
-):
+def scale_chunk(addresses_ptr, entries_ptr, layouts_ptr, entry, chunk, factor, DTYPE: tl.constexpr):
     CHUNK: tl.constexpr = CHUNK_BYTES // (DTYPE.primitive_bitwidth // 8)
     address, layout, head = _place(addresses_ptr, entries_ptr, entry, DTYPE)
     end = _chunk_end(entries_ptr, entry, chunk, head, DTYPE)

@@ -17,7 +17,6 @@ from fastclip import table
 from fastclip.backends import triton_plan as plan
 from fastclip.backends.triton_chunks import (
     ENTRY_COLUMNS,
-    FIRST_CHUNK,
     LANES,
     LAST_CHUNK,
     MAX,
@@ -149,7 +148,7 @@ def _scalar(pointer, bits):
 def _finish(
     table_ptr, n_rows, total_ptr, coef_ptr, factor_ptr, max_norm, inv_scale, ORDER: tl.constexpr
 ):
-    """From the table to the total norm, the coefficient, and what the elements are multiplied by."""
+    """From the table to the total norm, the coefficient and the factor of the elements."""
     total = _column(table_ptr, n_rows, ORDER == MAX)
     if ORDER == SQUARES:
         total = tl.sqrt(total)

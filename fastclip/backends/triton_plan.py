@@ -67,6 +67,15 @@ class Group:
 
 
 @dataclass(slots=True)
+class Scratch:
+    """What kernels leave for blocks and kernels after them."""
+
+    slots: Tensor
+    counters: Tensor  # 0 between launches, but for the generation
+    factor: Tensor  # what the gradients are to be multiplied by
+
+
+@dataclass(slots=True)
 class Plan:
     """Device tables of one list of gradients on one stream."""
 
@@ -82,9 +91,7 @@ class Plan:
     sent: list[int]  # the addresses of all rows that the device has
     layouts: Tensor
     empties: Tensor
-    slots: Tensor
-    counters: Tensor
-    factor: Tensor
+    scratch: Scratch
 
 
 class Plans:
@@ -191,8 +198,10 @@ def served(x: Tensor) -> bool:
     return _served(x) and x.data_ptr() % x.element_size() == 0
 
 
-def build(grads: Sequence[Tensor], grid: Grid, cooperative: bool) -> tuple[Plan, "array[int]", Tensor]:
-    """A plan, what its tables hold (addresses left at 0), and the memory they are to be copied to."""
+def build(
+    grads: Sequence[Tensor], grid: Grid, cooperative: bool
+) -> tuple[Plan, "array[int]", Tensor]:
+    """A plan; what its tables hold, addresses left at 0; the memory these are to be copied to."""
     members: dict[torch.dtype, list[int]] = {}
     for row, grad in enumerate(grads):
         if grad.numel() > 0:
@@ -201,34 +210,32 @@ def build(grads: Sequence[Tensor], grid: Grid, cooperative: bool) -> tuple[Plan,
     order = [row for rows in members.values() for row in rows]
     n_bytes = sum(grads[row].numel() * grads[row].element_size() for row in order)
     cooperative = cooperative and len(members) == 1 and n_bytes < grid.cooperative_bytes
-    blocks = grid.cooperative_blocks if cooperative else grid.blocks
+    most = grid.cooperative_blocks if cooperative else grid.blocks
 
     tables = array("q", bytes(8 * len(order)))
     layouts: dict[Layout, int] = {(): 0}
     places = []
     for dtype, rows in members.items():
         entries = _entries([grads[row] for row in rows], rows, layouts)
-        n_blocks, block_table = _partition(entries, dtype.itemsize, blocks)
-        places.append((dtype, n_blocks, _append(tables, entries), _append(tables, block_table)))
+        n_blocks, blocks = _partition(entries, dtype.itemsize, most)
+        places.append((dtype, n_blocks, _append(tables, entries), _append(tables, blocks)))
     layout_place = _append(tables, _layout_table(layouts))
     empties = [row for row, grad in enumerate(grads) if grad.numel() == 0]
     empties_place = _append(tables, torch.tensor(empties, dtype=torch.int64))
 
     device = grads[0].device
     work = torch.empty(len(tables), dtype=torch.int64, device=device)
-    groups, first = [], 0
-    for (dtype, n_blocks, entry_place, block_place), rows in zip(
-        places, members.values(), strict=True
-    ):
-        addresses = work[first : first + len(rows)]
-        groups.append(Group(dtype, n_blocks, addresses, work[entry_place], work[block_place]))
-        first += len(rows)
+    addresses = work[: len(order)].split([len(rows) for rows in members.values()])
+    groups = [
+        Group(dtype, n_blocks, part, work[entry_place], work[block_place])
+        for part, (dtype, n_blocks, entry_place, block_place) in zip(addresses, places, strict=True)
+    ]
     longest = max(map(len, members.values()))
-    most = max(group.blocks for group in groups)
+    slots = longest + max(group.blocks for group in groups)
     plan = Plan(
         device=device,
         n=len(grads),
-        wide=torch.float64 in members or any(g.dtype == torch.float64 for g in grads),
+        wide=any(grad.dtype == torch.float64 for grad in grads),
         cooperative=cooperative,
         groups=groups,
         order=order,
@@ -238,11 +245,17 @@ def build(grads: Sequence[Tensor], grid: Grid, cooperative: bool) -> tuple[Plan,
         sent=[],
         layouts=work[layout_place],
         empties=work[empties_place],
-        slots=torch.zeros(longest + most, 5, dtype=torch.float64, device=device),
-        counters=torch.zeros(ENTRY_COUNTERS + longest, dtype=torch.int32, device=device),
-        factor=torch.empty((), dtype=torch.float64, device=device),
+        scratch=_scratch(slots, longest, device),
     )
     return plan, tables, work
+
+
+def _scratch(slots: int, entries: int, device: torch.device) -> Scratch:
+    return Scratch(
+        slots=torch.empty(slots, 5, dtype=torch.float64, device=device),
+        counters=torch.zeros(ENTRY_COUNTERS + entries, dtype=torch.int32, device=device),
+        factor=torch.empty((), dtype=torch.float64, device=device),
+    )
 
 
 def _entries(grads: Sequence[Tensor], rows: list[int], layouts: dict[Layout, int]) -> Tensor:

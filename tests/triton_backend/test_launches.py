@@ -1,7 +1,6 @@
 """What the host does: how many kernels it starts, what else reaches the device, what it keeps."""
 
 import math
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -53,11 +52,11 @@ FREE = {"aten::empty.memory_format", "aten::view", "aten::detach", "aten::as_str
 
 
 @pytest.fixture(autouse=True)
-def recorder(monkeypatch: pytest.MonkeyPatch) -> Iterator[Recorder]:
+def recorder(monkeypatch: pytest.MonkeyPatch) -> Recorder:
     found = Recorder()
     monkeypatch.setattr(backend, "launch", found)
     monkeypatch.setattr(backend, "_plans", triton_plan.Plans())
-    yield found
+    return found
 
 
 def _grads(dtypes: tuple[torch.dtype, ...] = (F32,), n: int = 40) -> list[Tensor]:

@@ -1,5 +1,7 @@
 """Which block works on what. Needs no Triton."""
 
+from itertools import pairwise
+
 import pytest
 import torch
 from hypothesis import given, settings
@@ -42,7 +44,7 @@ def test_every_chunk_has_one_block_and_no_block_is_empty(numel: list[int], most:
     starts = [block[0] for block in blocks]
     assert starts[0] == 0
     assert starts[-1] == n_chunks
-    assert all(a < b for a, b in zip(starts, starts[1:], strict=False))
+    assert all(a < b for a, b in pairwise(starts))
     owner = [entry for entry, row in enumerate(entries.tolist()) for _ in range(row[1], row[2])]
     for block in range(n):
         assert blocks[block][1] == owner[starts[block]]
@@ -68,7 +70,7 @@ def test_a_block_counts_in_32_bits() -> None:
     numel = [3 * (1 << 31)]
     _, n, blocks = _partition(numel, 2)
     assert n > 2
-    assert max(b[0] - a[0] for a, b in zip(blocks, blocks[1:], strict=False)) * PER_CHUNK < 1 << 31
+    assert max(b[0] - a[0] for a, b in pairwise(blocks)) * PER_CHUNK < 1 << 31
 
 
 @pytest.mark.parametrize(

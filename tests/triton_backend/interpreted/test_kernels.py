@@ -1,4 +1,4 @@
-"""What the case table has no room for: borders of chunks, long lists, 2**31 elements, one launch."""
+"""What the case table has no room for: chunk borders, long lists, 2**31 elements, one launch."""
 
 import math
 
@@ -37,7 +37,8 @@ def test_borders(dtype: torch.dtype, offset: int) -> None:
     for border in (side, step, LOADS * step, CHUNK_BYTES // dtype.itemsize):
         storage = torch.randn(3 * (border + 8)).to(dtype)
         sizes = (border - 1, border, border + 1)
-        _same([x[offset : offset + n] for x, n in zip(storage.split(border + 8), sizes, strict=True)])
+        pieces = zip(storage.split(border + 8), sizes, strict=True)
+        _same([piece[offset : offset + n] for piece, n in pieces])
 
 
 @pytest.mark.parametrize("dtype", [F32, BF16], ids=str)
@@ -63,17 +64,18 @@ def test_three_thousand_tensors() -> None:
     assert torch.allclose(torch.cat(grads), torch.cat(before) * coef.float(), rtol=1e-6, atol=0)
 
 
-def test_numbers_on_the_device_and_on_the_host() -> None:
+def test_numbers_on_the_device_and_on_the_host(monkeypatch: pytest.MonkeyPatch) -> None:
+    scalar = backend._scalar
     grads = [torch.randn(300), torch.randn(70).to(BF16)]
     on_host = [grad.clone() for grad in grads]
     a = backend.clip_(grads, 2.0, torch.tensor(0.7, dtype=F64), torch.tensor(0.25))
-    scale = {"max_norm": 0.7, "inv_scale": torch.tensor(0.25)}
-    b = backend.clip_(on_host, 2.0, **scale)
+    monkeypatch.setattr(backend, "_scalar", lambda value, device: scalar(float(value), device))
+    b = backend.clip_(on_host, 2.0, 0.7, torch.tensor(0.25))
     assert all(bitwise_equal(x, y) for x, y in zip((*a, *grads), (*b, *on_host), strict=True))
 
 
 def test_one_launch_equals_two(monkeypatch: pytest.MonkeyPatch) -> None:
-    """One block alone: the interpreter runs them one after another, and none can wait for a later."""
+    """One block: the interpreter runs them one after another, and none can wait for a later."""
     grads = [torch.randn(n) for n in (3, 0, 40_000, 17, 20_000)]
     two = [grad.clone() for grad in grads]
     monkeypatch.setattr(backend, "_grid", lambda device: Grid(1))
@@ -96,7 +98,7 @@ def test_the_same_bits_again_and_whatever_moves() -> None:
 
 @pytest.mark.parametrize("dtype", [F16, F32], ids=str)
 def test_more_than_2_31_elements(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The last chunks of such a tensor, whose memory is reserved and, before them, never touched."""
+    """The last chunks of such a tensor; its memory before them is reserved and never touched."""
     n = (1 << 31) + 5
     grad = torch.empty(n, dtype=dtype)
     grad[-40_000:] = 2.0
@@ -105,8 +107,8 @@ def test_more_than_2_31_elements(dtype: torch.dtype, monkeypatch: pytest.MonkeyP
     seen = n - (n_chunks - 2) * chunk
     build = triton_plan.build
 
-    def only_the_end(*args: object, **kwargs: object) -> object:
-        plan, tables, work = build(*args, **kwargs)
+    def only_the_end(grads: list[Tensor], grid: Grid, cooperative: bool) -> object:
+        plan, tables, work = build(grads, grid, cooperative)
         (group,) = plan.groups
         # one block for the last two chunks, and an entry that has no other block
         start = len(tables) - plan.layouts.numel() - group.grid.numel()
@@ -169,7 +171,8 @@ def test_the_repaired_interpreter_rounds_to_nearest_even() -> None:
     from tests.triton_backend.interpreter import to_bfloat16
 
     every = torch.randint(-(1 << 31), 1 << 31, (100_000,), dtype=torch.int64)
-    x = torch.cat([every.to(torch.int32).view(F32), torch.tensor([math.nan, math.inf, 1e-45, -0.0])])
+    special = torch.tensor([math.nan, math.inf, 1e-45, -0.0])
+    x = torch.cat([every.to(torch.int32).view(F32), special])
     got = torch.from_numpy(to_bfloat16(x.numpy()).astype(np.int16)).view(BF16)
     assert torch.equal(got.isnan(), x.isnan())
     assert bitwise_equal(got[~x.isnan()], x.to(BF16)[~x.isnan()])
