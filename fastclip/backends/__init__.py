@@ -58,7 +58,7 @@ def choose(device: torch.device) -> Backend:
         )
     name = _requested.get() or os.environ.get(VARIABLE)
     if not name:
-        return _automatic(device.type)[0]
+        return _chosen(device.type)
     chosen = get(name)
     if not chosen.serves(device.type):
         raise RuntimeError(
@@ -103,6 +103,20 @@ def _explained(device_type: str) -> tuple[str, str]:
 
 
 @functools.cache
+def _chosen(device_type: str) -> Backend:
+    """The automatic choice for gradients that exist; said once if it is not the best."""
+    chosen, skipped = _automatic(device_type)
+    if skipped:
+        logging.getLogger("fastclip").warning(
+            "fastclip: %s gradients are served by the backend %r, because %s",
+            device_type,
+            chosen.name,
+            "; ".join(skipped),
+        )
+    return chosen
+
+
+@functools.cache
 def _automatic(device_type: str) -> tuple[Backend, list[str]]:
     """The choice, and for each better one why it was not chosen."""
     skipped: list[str] = []
@@ -111,13 +125,6 @@ def _automatic(device_type: str) -> tuple[Backend, list[str]]:
         if isinstance(found, Refused):
             raise RuntimeError(f"the backend {name!r} cannot be used: {found}; {_usable()}")
         if isinstance(found, Backend):
-            if skipped:
-                logging.getLogger("fastclip").warning(
-                    "fastclip: %s gradients are served by the backend %r, because %s",
-                    device_type,
-                    name,
-                    "; ".join(skipped),
-                )
             return found, skipped
         skipped.append(f"{name!r} is not available: {found}")
     raise AssertionError(f"the last of {AUTOMATIC} must always be available")
