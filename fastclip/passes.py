@@ -76,7 +76,8 @@ def _measure(found: Gradients, p: float) -> Tensor:
     table = parts[0]
     if len(devices) > 1:
         order = [row for rows in devices.values() for row in rows]
-        table = torch.cat(parts)[torch.tensor(order, device=first).argsort()]
+        lines = dict(zip(order, torch.cat(parts).unbind(), strict=True))
+        table = torch.stack([lines[row] for row in range(len(lines))])  # an index would be sent
     return tables.repeat(table, p, found.repeats)
 
 

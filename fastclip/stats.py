@@ -74,7 +74,7 @@ class GradStats:
         if not names:
             total = torch.zeros_like(total)  # as clip_grad_norm_ returns, whatever the order
         false = torch.zeros((), dtype=torch.bool, device=table.device)
-        bad = table[:, [tables.NAN, tables.INF]].sum() > 0
+        bad = table[:, tables.NAN : tables.INF + 1].sum() > 0
         return cls(
             names,
             numel,
@@ -110,7 +110,7 @@ class GradStats:
 
     @property
     def nonfinite_count(self) -> Tensor:
-        return self.table[:, [tables.NAN, tables.INF]].sum().to(torch.int64)
+        return self.table[:, tables.NAN : tables.INF + 1].sum().to(torch.int64)
 
     def cpu(self) -> "GradStats":
         """The same on the host, by one packed copy; itself if it is there already."""

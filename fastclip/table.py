@@ -75,7 +75,10 @@ def coefficient(total: Tensor, max_norm: float | Tensor) -> Tensor:
 
     An infinite `max_norm` gives 1 whatever the total; a NaN stays NaN.
     """
-    limit = torch.as_tensor(max_norm, dtype=torch.float64, device=total.device).reshape(())
+    if isinstance(max_norm, Tensor):
+        limit = max_norm.to(total.device, torch.float64).reshape(())
+    else:  # filled in on the device: sending it there would wait for it
+        limit = torch.full((), max_norm, dtype=torch.float64, device=total.device)
     coef = (limit / (total + EPS)).clamp(max=1.0)  # clamp keeps NaN
     return torch.where(limit == math.inf, 1.0, coef)
 
@@ -95,8 +98,12 @@ def repeat(table: Tensor, p: float, counts: Sequence[int]) -> Tensor:
     """The table of tensors whose stored elements stand for `counts` elements each."""
     if all(count == 1 for count in counts):
         return table
-    factor = torch.tensor(counts, dtype=torch.float64, device=table.device)
+    factor = torch.tensor(counts, dtype=torch.float64, device="cpu")
+    if table.device.type == "cuda":
+        factor = factor.pin_memory()  # else the copy waits for the device
+    factor = factor.to(table.device, non_blocking=True)
     table = table.clone()
-    summed = [NAN, INF, ZERO] if math.isinf(p) else [POWER, NAN, INF, ZERO]
-    table[:, summed] *= factor[:, None]
+    table[:, NAN : ZERO + 1] *= factor[:, None]
+    if not math.isinf(p):
+        table[:, POWER] *= factor
     return table

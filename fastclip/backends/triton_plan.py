@@ -39,6 +39,7 @@ CHUNK_OVERHEAD = 16384
 
 DTYPES = frozenset({torch.float16, torch.bfloat16, torch.float32, torch.float64})
 CACHED = 32  # plans
+HOST = "cpu"  # wherever tensors are made by default
 
 Layout = tuple[tuple[int, int], ...]  # (size, stride), innermost first; () for dense memory
 
@@ -221,7 +222,7 @@ def build(
         places.append((dtype, n_blocks, _append(tables, entries), _append(tables, blocks)))
     layout_place = _append(tables, _layout_table(layouts))
     empties = [row for row, grad in enumerate(grads) if grad.numel() == 0]
-    empties_place = _append(tables, torch.tensor(empties, dtype=torch.int64))
+    empties_place = _append(tables, torch.tensor(empties, dtype=torch.int64, device=HOST))
 
     device = grads[0].device
     work = torch.empty(len(tables), dtype=torch.int64, device=device)
@@ -260,15 +261,15 @@ def _scratch(slots: int, entries: int, device: torch.device) -> Scratch:
 
 def _entries(grads: Sequence[Tensor], rows: list[int], layouts: dict[Layout, int]) -> Tensor:
     """``[n, ENTRY_COLUMNS]``, the blocks left at 0. New layouts are given the next numbers."""
-    entries = torch.zeros(len(grads), ENTRY_COLUMNS, dtype=torch.int64)
+    entries = torch.zeros(len(grads), ENTRY_COLUMNS, dtype=torch.int64, device=HOST)
     if not grads:
         return entries
-    numel = torch.tensor([grad.numel() for grad in grads])
+    numel = torch.tensor([grad.numel() for grad in grads], device=HOST)
     last = (-(-numel // (CHUNK_BYTES // grads[0].element_size()))).cumsum(0)
     entries[:, NUMEL] = numel
     entries[1:, FIRST_CHUNK] = last[:-1]
     entries[:, LAST_CHUNK] = last
-    entries[:, ROW] = torch.tensor(rows)
+    entries[:, ROW] = torch.tensor(rows, device=HOST)
     for entry, grad in enumerate(grads):
         if not grad.is_contiguous():
             entries[entry, LAYOUT] = layouts.setdefault(layout(grad) or (), len(layouts))
@@ -281,25 +282,25 @@ def _partition(entries: Tensor, size: int, most: int) -> tuple[int, Tensor]:
     Fills in which blocks an entry has. Returns the number of blocks and ``[blocks + 1, 3]``.
     """
     if len(entries) == 0:
-        return 1, torch.zeros(2, BLOCK_COLUMNS, dtype=torch.int64)
+        return 1, torch.zeros(2, BLOCK_COLUMNS, dtype=torch.int64, device=HOST)
     firsts, lasts = (entries[:, c].contiguous() for c in (FIRST_CHUNK, LAST_CHUNK))
     n_chunks = int(lasts[-1])
-    cost = torch.full((n_chunks,), CHUNK_BYTES + CHUNK_OVERHEAD, dtype=torch.int64)
+    cost = torch.full((n_chunks,), CHUNK_BYTES + CHUNK_OVERHEAD, dtype=torch.int64, device=HOST)
     shorter = (lasts - firsts) * CHUNK_BYTES - entries[:, NUMEL] * size
     cost[lasts - 1] -= shorter
     before = cost.cumsum(0) - cost
     total = int(cost.sum())
     most = max(most, -(-total // (1 << 30)))  # a block counts its elements in 32 bits
     n = min(most, n_chunks)
-    starts = torch.searchsorted(before.double(), torch.arange(n) * (total / n))
+    starts = torch.searchsorted(before.double(), torch.arange(n, device=HOST) * (total / n))
     # At least one chunk each: no start before the one after the last start, none too near the end.
-    number = torch.arange(n)
+    number = torch.arange(n, device=HOST)
     starts = ((starts - number).cummax(0).values + number).minimum(n_chunks - n + number)
-    ends = torch.cat([starts[1:], torch.tensor([n_chunks])])
+    ends = torch.cat([starts[1:], torch.tensor([n_chunks], device=HOST)])
     entries[:, FIRST_BLOCK] = torch.searchsorted(starts, firsts, right=True) - 1
     last_block = torch.searchsorted(starts, lasts - 1, right=True) - 1
     entries[:, N_BLOCKS] = last_block - entries[:, FIRST_BLOCK] + 1
-    table = torch.zeros(n + 1, BLOCK_COLUMNS, dtype=torch.int64)
+    table = torch.zeros(n + 1, BLOCK_COLUMNS, dtype=torch.int64, device=HOST)
     table[:n, 0] = starts
     table[n, 0] = n_chunks
     table[:n, 1] = torch.searchsorted(firsts, starts, right=True) - 1
@@ -308,11 +309,11 @@ def _partition(entries: Tensor, size: int, most: int) -> tuple[int, Tensor]:
 
 
 def _layout_table(layouts: dict[Layout, int]) -> Tensor:
-    table = torch.zeros(len(layouts), LAYOUT_COLUMNS, dtype=torch.int64)
+    table = torch.zeros(len(layouts), LAYOUT_COLUMNS, dtype=torch.int64, device=HOST)
     for dims, number in layouts.items():
         flat = [part for dim in dims for part in dim]
         row = [len(dims), *flat] if dims else list(DENSE)
-        table[number, : len(row)] = torch.tensor(row)
+        table[number, : len(row)] = torch.tensor(row, device=HOST)
     return table
 
 
@@ -375,4 +376,4 @@ def _upload(target: Tensor, values: "array[int]", pinned: Tensor | None) -> None
 
 
 def _new_pinned(size: int) -> Tensor:
-    return torch.empty(size, dtype=torch.int64, pin_memory=True)
+    return torch.empty(size, dtype=torch.int64, device=HOST, pin_memory=True)

@@ -227,3 +227,10 @@ class TestPlans:
                 assert plans.find(grads, Grid(4)) is None
         assert plans.find([x], Grid(4)) is not None
         assert plans.find([shifted[:0], x], Grid(4)) is not None
+
+    def test_whatever_the_default_device_is(self) -> None:
+        grads = _grads()
+        with torch.device("meta"):
+            plan = self._find(triton_plan.Plans(), grads)
+        assert plan.addresses.device.type == "cpu"
+        assert plan.addresses.tolist() == [grad.data_ptr() for grad in grads if grad.numel()]

@@ -130,7 +130,7 @@ def test_two_streams_at_once() -> None:
     lists = [[grad * (i + 1) for grad in _grads()] for i in range(2)]
     before = [[grad.clone() for grad in grads] for grads in lists]
     torch.cuda.synchronize()
-    results = []
+    results: list[tuple[Tensor, ...]] = []
     for _ in range(5):
         results = []
         for stream, grads, old in zip(streams, lists, before, strict=True):
