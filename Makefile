@@ -7,7 +7,7 @@ PY := $(VENV)/bin/python
 PIP := $(PY) -m pip install --quiet --disable-pip-version-check --constraint constraints.txt
 CXX_FILES = find csrc tests -type f '(' -name '*.cpp' -o -name '*.h' -o -name '*.cu' -o -name '*.cuh' ')'
 
-.PHONY: demo test lint bench coverage format clean
+.PHONY: demo test lint bench test-triton-oldest test-gpu bench-gpu bench-plan coverage format clean
 
 demo: $(VENV)/.installed
 	$(PY) -m fastclip demo
@@ -25,6 +25,29 @@ lint: $(VENV)/.installed
 bench: $(VENV)/.installed
 	$(PY) -m benchmarks.cpu
 
+bench-plan: $(VENV)/.installed
+	$(PY) -m benchmarks.plan
+
+# The compile-only and interpreted tests of the Triton kernels with the oldest Triton that is supported.
+OLDEST := .venv-triton-oldest
+test-triton-oldest: $(OLDEST)/.installed
+	$(OLDEST)/bin/python -m pytest tests/triton_backend
+
+$(OLDEST)/.installed: constraints.txt $(VENV)/.created
+	$(PYTHON) -m venv --clear $(OLDEST)
+	grep -v '^triton==' constraints.txt > $(OLDEST)/constraints.txt
+	$(OLDEST)/bin/python -m pip install --quiet --disable-pip-version-check \
+	  --constraint $(OLDEST)/constraints.txt torch triton==3.4.0 setuptools numpy pytest hypothesis
+	@touch $@
+
+# On a machine with a GPU, with whatever Python has a torch for it; of other packages: triton, numpy, pytest.
+GPU_PYTHON ?= python3
+test-gpu:
+	timeout 480 $(GPU_PYTHON) -m pytest -W default tests/triton_backend/gpu tests/test_cases.py -k 'gpu or triton'
+
+bench-gpu:
+	timeout 480 $(GPU_PYTHON) -m benchmarks.gpu
+
 coverage: $(VENV)/.installed
 	$(PY) -m pytest --cov
 
@@ -34,7 +57,7 @@ format: $(VENV)/.installed
 	$(CXX_FILES) -exec $(VENV)/bin/clang-format -i {} +
 
 clean:
-	rm -rf $(VENV) build dist *.egg-info .coverage .hypothesis .mypy_cache .pytest_cache .ruff_cache
+	rm -rf $(VENV) .venv-triton-oldest build dist *.egg-info .coverage .hypothesis .mypy_cache .pytest_cache .ruff_cache
 
 # FASTCLIP_BUILD=0: in a checkout the C++ is compiled at first use, so that it is never older than csrc.
 $(VENV)/.installed: pyproject.toml setup.py constraints.txt $(VENV)/.created

@@ -4,26 +4,39 @@ The kernels serve a list whole or not at all (`triton_plan.Plans.find`). What th
 to the reference, tensor by tensor: complex numbers, norm orders other than 0, 1, 2 and inf, more
 dimensions than `triton_plan.MAX_DIMS` that do not merge.
 
-Launches and bytes, derived from the code (G: bytes of the gradients; nothing here was timed):
+Launches and bytes, derived from the code (G: bytes of the gradients). No GPU was at hand when this
+was written: neither has been counted by a profiler, and nothing has been timed.
 
-======================================  ==================  ===========  =========================
-call                                    launches            bytes        the least possible
-======================================  ==================  ===========  =========================
-measure                                 1 a dtype           1 G          1 G
-clip, not needed                        2 a dtype           1 G          1 G
-clip, needed                            2 a dtype           3 G          3 G less what L2 holds
-clip, a list of one dtype that fits     1, cooperative      1 G, or 2 G  1 G, or 2 G
-in half of L2                                               beside L2
-scale                                   1 a dtype           2 G          2 G
-torch, clip needed or not               at least 1 for each 3 G          the same
-                                        320 tensors, twice
-======================================  ==================  ===========  =========================
+=======================================  =================  ==================  =================
+call                                     launches           bytes of gradients  the least possible
+=======================================  =================  ==================  =================
+measure                                  1 a dtype          1 G                 1 G
+scale                                    1 a dtype          2 G                 2 G
+clip, not needed                         2 a dtype          1 G                 1 G
+clip, needed                             2 a dtype          3 G                 3 G less what of the
+                                                                                end L2 still holds
+clip, one dtype, below half of L2        1 (cooperative)    1 G; needed: 2 G    the same
+                                                            beside L2
+loss scale taken out and clipped         2 a dtype          3 G                 3 G
+torch 2.13, clip, needed or not          111 or 769 for an  3 G
+                                         8 B model
+torch 2.13, loss scale, then clip        more               5 G
+=======================================  =================  ==================  =================
 
-The second launch of a clip that is not needed reads one number and returns. A `max_norm` that is
-the float infinity and no loss scale need no second launch. Beside the gradients a step uploads the
-addresses, 8 bytes each, if they changed, and moves 40 bytes a gradient and a block of the grid.
+torch's launches are those of norm, cleanup and multiplication, from the limits in its source for
+kernel arguments of 32 or 4 KB; about ten on scalars come on top.
 
-CUDA graphs: call once outside, as torch asks anyway (the kernels are compiled and loaded then).
+The second launch of a clip that is not needed reads one number and returns; a `max_norm` that is
+the float infinity needs none, without a loss scale. Beside the gradients a step sends 8 bytes for
+each address if any has changed, and reads and writes 40 to 80 bytes for each gradient and each
+block of the grid. A chunk (64 KiB) that is not finite, or whose float32 sum has left the range, is
+read twice. Strided tensors are read element by element, in their logical order: correct, not fast.
+
+CUDA graphs: call once outside before, as torch asks anyway (the kernels are compiled and loaded
+then). A graph has tables of its own; the pinned memory it copies them from is kept for good.
+
+Streams: the tables of a list belong to the stream it is clipped on. As with any operation of torch,
+gradients written on another stream are for the caller to wait for.
 """
 
 import functools
