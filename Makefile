@@ -28,16 +28,16 @@ bench: $(VENV)/.installed
 bench-plan: $(VENV)/.installed
 	$(PY) -m benchmarks.plan
 
-# The compile-only and interpreted tests of the Triton kernels with the oldest Triton that is supported.
+# The tests of the Triton kernels with the oldest Triton supported; its interpreter needs an older numpy.
 OLDEST := .venv-triton-oldest
 test-triton-oldest: $(OLDEST)/.installed
 	$(OLDEST)/bin/python -m pytest tests/triton_backend
 
 $(OLDEST)/.installed: constraints.txt $(VENV)/.created
 	$(PYTHON) -m venv --clear $(OLDEST)
-	grep -v '^triton==' constraints.txt > $(OLDEST)/constraints.txt
+	grep -v -e '^triton==' -e '^numpy==' constraints.txt > $(OLDEST)/constraints.txt
 	$(OLDEST)/bin/python -m pip install --quiet --disable-pip-version-check \
-	  --constraint $(OLDEST)/constraints.txt torch triton==3.4.0 setuptools numpy pytest hypothesis
+	  --constraint $(OLDEST)/constraints.txt torch triton==3.4.0 numpy==2.2.6 setuptools pytest hypothesis
 	@touch $@
 
 # On a machine with a GPU, with whatever Python has a torch for it; of other packages: triton, numpy, pytest.

@@ -88,7 +88,8 @@ def _tile(x, ORDER: tl.constexpr, WIDE: tl.constexpr):
     magnitude, number of zeros. A NaN is lost in the maximum and never in the sum."""
     x = _widen(x, WIDE)
     size = tl.abs(x)
-    total = tl.sum(x * x if ORDER == SQUARES else size, axis=1)
+    squares: tl.constexpr = ORDER == SQUARES or ORDER == COUNT  # of a count: is there a NaN?
+    total = tl.sum(x * x if squares else size, axis=1)
     return total, tl.max(size, axis=1), tl.sum((x == 0).to(tl.float32), axis=1)
 
 
