@@ -86,7 +86,7 @@ def test_blocks_are_ordered_by_release_and_acquire(arch: int) -> None:
     assert re.search(r"(atom|red)\.global\.gpu\.release\.add\.u32", clip)
     assert re.search(r"(atom|ld)\.global\.gpu\.acquire\.", clip)
     for ptx in (measure, clip):  # no sum is an atomic
-        assert not re.search(r"\b(atom|red)\S*\.f(16|32|64)", ptx)
+        assert not re.search(r"\b(atom|red)\.\S*\.f(16|32|64)", ptx)
 
 
 @every_dtype
