@@ -47,7 +47,7 @@ def test_a_triton_that_will_do(version: Any, number: str, monkeypatch: pytest.Mo
     version(number)
     monkeypatch.setenv("TRITON_INTERPRET", "0")
     provided = backend.provide()
-    assert provided.device_types == {"cuda"}
+    assert provided.device_types == frozenset({"cuda"})
     assert number in provided.about
     assert "complex" in provided.about  # what its kernels hand to the reference
 
@@ -64,7 +64,7 @@ def test_interpreted_it_takes_cpu_tensors(version: Any, monkeypatch: pytest.Monk
     version("3.9.0")
     monkeypatch.setenv("TRITON_INTERPRET", "1")
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    assert backend.provide().device_types == {"cuda", "cpu"}
+    assert backend.provide().device_types == frozenset({"cuda", "cpu"})
     assert backends.AUTOMATIC["cpu"] == ("cpu", "reference")  # and only if asked for
 
 
