@@ -58,7 +58,9 @@ def rescale_(listed: Listed, coef: Tensor) -> None:
 def scale_(found: Gradients, coef: Tensor) -> None:
     """Multiply the gradients in place by `coef`, float64, 0-d or ``[n]``."""
     for device, rows in found.by_device().items():
-        own = coef if coef.dim() == 0 else coef[rows]
+        own = coef
+        if coef.dim() > 0 and len(rows) < len(coef):  # not by an index, which would be sent
+            own = torch.stack([coef[row] for row in rows])
         backends.choose(device).scale_(_select(found.tensors, rows), own.to(device))
     for row, (gradient, coalesced) in found.sparse.items():
         factor = coef if coef.dim() == 0 else coef[row]
