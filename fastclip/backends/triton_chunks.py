@@ -4,10 +4,11 @@ Alignment. Chunks are cut from the 16-byte boundary at or before the first eleme
 the first are masked off; from there on everything is aligned, so every dense tensor, misaligned
 views too, is read and written 16 bytes at a time. Other layouts are read element by element.
 
-Precision. A thread adds float32 over one chunk: at most 14 additions follow one another, so a sum
-of n terms of one sign is right to 14 * 2**-24 = 8.4e-7; the threads are added in float64. What a
-float32 sum cannot hold, and what is not finite, shows in the chunk's sum and maximum: that chunk
-is read again, in float64.
+Precision. A thread adds float32 over one chunk: an element goes through at most 14 roundings, so a
+sum is right to 14 * 2**-24 = 8.4e-7 at worst (21 and 1.3e-6 in the first and last chunk of a tensor
+that is not aligned), and a 2-norm to half of that. The threads are added in float64. What a float32
+sum cannot hold, and what is not finite, shows in the chunk's sum and maximum: then that chunk is
+read again, in float64.
 
 Registers. What is needed again is loaded again rather than kept: with more than 64 registers a
 thread fewer than 1,024 threads fit on an SM, too few to keep memory busy.
