@@ -34,7 +34,8 @@ def scale_(grads: list[Tensor], coef: Tensor) -> None:
     if coef.dim() == 0:
         return passes.rescale_(listed, coef)
     found = passes.sort_out(listed)
-    passes.scale_(found, coef[_positions(found)])
+    each = coef.unbind()
+    passes.scale_(found, torch.stack([each[row] for row in _positions(found)]))
 
 
 @scale_.register_fake
@@ -84,9 +85,9 @@ def _positions(found: Gradients) -> list[int]:
 def _every_row(found: Gradients, table: Tensor, n: int, p: float) -> Tensor:
     if len(table) == n:
         return table
-    rows = tables.empty(p, n, table.device)
-    rows[_positions(found)] = table
-    return rows
+    lines = dict(zip(_positions(found), table.unbind(), strict=True))
+    blank = tables.empty(p, 1, table.device)[0]
+    return torch.stack([lines.get(row, blank) for row in range(n)])
 
 
 def _device(grads: list[Tensor]) -> torch.device:
