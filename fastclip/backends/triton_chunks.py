@@ -4,9 +4,9 @@ Alignment. Chunks are cut from the 16-byte boundary at or before the first eleme
 the first are masked off; from there on everything is aligned, so every dense tensor, misaligned
 views too, is read and written 16 bytes at a time. Other layouts are read element by element.
 
-Precision. A thread adds float32 over one chunk: an element goes through at most 14 roundings, so a
-sum is right to 14 * 2**-24 = 8.4e-7 at worst (21 and 1.3e-6 in the first and last chunk of a tensor
-that is not aligned), and a 2-norm to half of that. The threads are added in float64. What a float32
+Precision. A thread adds float32 over the full tiles of one chunk, and apart from them over its
+edges: an element goes through at most 16 additions, so a sum is right to 16 * 2**-24 = 9.5e-7 at
+worst, and a 2-norm to half of that. Threads, and tiles and edges, are added in float64. What a float32
 sum cannot hold, and what is not finite, shows in the chunk's sum and maximum: then that chunk is
 read again, in float64.
 
@@ -155,16 +155,20 @@ def _dense_chunk(start, begin, end, ORDER: tl.constexpr, DTYPE: tl.constexpr):
     zeros = tl.zeros([LANES], dtype=tl.float32)  # exact, and one instruction less than integers
 
     full_begin, full_end = _full_tiles(begin, end, LOADS * STEP)
-    # The edges first: afterwards nothing of them takes a register.
+    # The edges first, and in float64 before the rest: afterwards only a number of them is left.
+    edges = tl.full([], 0.0, tl.float64)
     step = tl.where(begin > 0, 0, full_end * LOADS)
-    while step * STEP < end:
-        mask = _edge(step, begin, end, inner, STEP)
-        x = tl.load(start + step * STEP + inner, mask=mask, other=0)
-        p, m, z = _tile(x, ORDER, WIDE)
-        total += p
-        largest = tl.maximum(largest, m)
-        zeros += z - tl.sum((~mask).to(tl.float32), axis=1)
-        step = _next_edge(step, full_begin, full_end)
+    if step * STEP < end:
+        while step * STEP < end:
+            mask = _edge(step, begin, end, inner, STEP)
+            x = tl.load(start + step * STEP + inner, mask=mask, other=0)
+            p, m, z = _tile(x, ORDER, WIDE)
+            total += p
+            largest = tl.maximum(largest, m)
+            zeros += z - tl.sum((~mask).to(tl.float32), axis=1)
+            step = _next_edge(step, full_begin, full_end)
+        edges = tl.sum(total.to(tl.float64))
+        total = tl.zeros([LANES], dtype=WIDE)
 
     tile = start + full_begin * (LOADS * STEP)
     for _ in range(full_begin, full_end):
@@ -180,7 +184,8 @@ def _dense_chunk(start, begin, end, ORDER: tl.constexpr, DTYPE: tl.constexpr):
         largest = tl.maximum(largest, tl.maximum(tl.maximum(m0, m1), tl.maximum(m2, m3)))
         zeros += (z0 + z1) + (z2 + z3)
         tile += LOADS * STEP
-    return tl.sum(total.to(tl.float64)), tl.max(largest, axis=0), tl.sum(zeros).to(tl.int32)
+    total = edges + tl.sum(total.to(tl.float64))
+    return total, tl.max(largest, axis=0), tl.sum(zeros).to(tl.int32)
 
 
 @triton.jit
