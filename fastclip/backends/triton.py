@@ -114,6 +114,7 @@ def scale_(grads: Sequence[Tensor], coef: Tensor) -> None:
             backend_scale_([grads[row] for row in rows], torch.stack([coefs[row] for row in rows]))
 
 
+@torch.no_grad()
 def clip_(
     grads: Sequence[Tensor], p: float, max_norm: float | Tensor, inv_scale: Tensor | None
 ) -> tuple[Tensor, Tensor, Tensor]:
@@ -141,8 +142,11 @@ def quick_scale_(grads: Sequence[Tensor], coef: Tensor) -> bool:
         plan = _plans.find(grads, _grid(grads[0].device))
         if plan is None:
             return False
-        coef = coef.detach().to(plan.device, torch.float64).contiguous()
+        if coef.dim() > 0 and coef.numel() != len(grads):
+            raise ValueError(f"coef has {coef.numel()} elements for {len(grads)} gradients")
+        coef = coef.detach().resolve_neg().to(plan.device, torch.float64).contiguous()
         _launch_scale(plan, coef, per_row=coef.dim() > 0)
+    torch.autograd.graph.increment_version(grads)  # only the device knows whether it wrote
     return True
 
 
@@ -179,12 +183,17 @@ def _clip_(
         plan = _plans.find(grads, _grid(grads[0].device))
         if plan is None:
             return None
+        unlimited = not isinstance(max_norm, Tensor) and max_norm == math.inf
+        measures_only = unlimited and inv_scale is None
         if plan.cooperative:
-            return _launch_clip(plan, p, max_norm, inv_scale)
-        result = _launch_measure(plan, p, max_norm, inv_scale)
-        if inv_scale is not None or isinstance(max_norm, Tensor) or max_norm != math.inf:
-            _launch_scale(plan, plan.scratch.factor, per_row=False)
-        return result
+            result = _launch_clip(plan, p, max_norm, inv_scale)
+        else:
+            result = _launch_measure(plan, p, max_norm, inv_scale)
+            if not measures_only:
+                _launch_scale(plan, plan.scratch.factor, per_row=False)
+    if not measures_only:
+        torch.autograd.graph.increment_version(grads)  # only the device knows whether it wrote
+    return result
 
 
 def _launch_measure(
@@ -269,7 +278,7 @@ def _list_arguments(
 def _scalar(value: float | Tensor, device: torch.device) -> Scalar:
     """What the kernels take for a number: where it is on their device, or else its bits."""
     if isinstance(value, Tensor):
-        value = value.detach()
+        value = value.detach().resolve_neg()  # the kernels read what is in memory
         if value.device == device:
             return value, 0
         if value.device.type != "cpu":
@@ -301,6 +310,8 @@ def _options(device: torch.device, cooperative: bool = False) -> dict[str, objec
 
 def _measure_apart(grads: Sequence[Tensor], p: float, inv_scale: Tensor | None) -> Tensor:
     """Rows from the kernels where they serve, else from the reference."""
+    if not grads:
+        return tables.empty(p, 0, torch.device("cpu"))
     mine, rest = _split(grads) if p in ORDERS else ([], list(range(len(grads))))
     parts: dict[int, Tensor] = {}
     for backend_measure, rows in ((_measure_served, mine), (reference.measure, rest)):
@@ -314,18 +325,25 @@ def _measure_apart(grads: Sequence[Tensor], p: float, inv_scale: Tensor | None) 
 def _measure_served(grads: Sequence[Tensor], p: float, inv_scale: Tensor | None) -> Tensor:
     table = _measure(grads, p, inv_scale)
     if table is None:
-        raise RuntimeError("two of the gradients begin at one address, or lie on two devices")
+        raise RuntimeError("the gradients lie on more than one device")
     return table
 
 
 def _scale_served_(grads: Sequence[Tensor], coef: Tensor) -> None:
     if not quick_scale_(grads, coef):
-        raise RuntimeError("two of the gradients begin at one address, or lie on two devices")
+        raise RuntimeError("the gradients lie on more than one device")
 
 
 def _split(grads: Sequence[Tensor]) -> tuple[list[int], list[int]]:
-    """The rows that the kernels serve, and the others."""
-    mask = [served(grad) for grad in grads]
+    """The rows that the kernels serve, and the others: of two gradients that begin at one address
+    (views of other shapes) the kernels serve the first."""
+    seen: set[int] = set()
+    mask = []
+    for grad in grads:
+        mine = served(grad) and (grad.numel() == 0 or grad.data_ptr() not in seen)
+        mask.append(mine)
+        if mine:
+            seen.add(grad.data_ptr())
     return (
         [row for row, mine in enumerate(mask) if mine],
         [row for row, mine in enumerate(mask) if not mine],

@@ -6,9 +6,9 @@ views too, is read and written 16 bytes at a time. Other layouts are read elemen
 
 Precision. A thread adds float32 over the full tiles of one chunk, and apart from them over its
 edges: an element goes through at most 16 additions, so a sum is right to 16 * 2**-24 = 9.5e-7 at
-worst, and a 2-norm to half of that. Threads, and tiles and edges, are added in float64. What a float32
-sum cannot hold, and what is not finite, shows in the chunk's sum and maximum: then that chunk is
-read again, in float64.
+worst, and a 2-norm to half of that. Threads, and tiles and edges, are added in float64. What a
+float32 sum cannot hold, and what is not finite, shows in the chunk's sum and maximum: then that
+chunk is read again, in float64.
 
 Registers. What is needed again is loaded again rather than kept: with more than 64 registers a
 thread fewer than 1,024 threads fit on an SM, too few to keep memory busy.

@@ -115,7 +115,7 @@ def _column(column_ptr, n, LARGEST: tl.constexpr):
         x = tl.load(elements, mask=first + inner < n, other=0.0, cache_modifier=".cg")
         value = larger_or_nan(value, x) if LARGEST else value + x
     if LARGEST:
-        return from_bits(tl.max(bits_of(value), axis=0))
+        return from_bits(tl.max(bits_of(tl.abs(value)), axis=0))  # of a NaN too: 0 * inf has a sign
     else:
         return tl.sum(value)
 

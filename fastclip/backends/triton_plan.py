@@ -100,7 +100,7 @@ class Plans:
 
     def __init__(self) -> None:
         self.lock = threading.Lock()  # from looking up a plan to the last launch with it
-        self._plans: OrderedDict[object, Plan | None] = OrderedDict()
+        self._plans: OrderedDict[object, Plan] = OrderedDict()
         self._spare: list[Tensor] = []  # pinned; see _pinned
         self._captured: list[Tensor] = []  # pinned memory that CUDA graphs copy from: for good
 
@@ -119,14 +119,15 @@ class Plans:
             return self._new(grads, addresses, key, grid, capturing=True)
         if key in self._plans:
             self._plans.move_to_end(key)
-            plan = self._plans[key]
+            known = self._plans[key]
             # An address is that of one device and never another's, so what has not moved is there.
-            if plan is None or plan.sent == addresses:
-                return plan
-            return self._moved(plan, grads, addresses)
+            if known.sent == addresses:
+                return known
+            return self._moved(known, grads, addresses)
         plan = self._new(grads, addresses, key, grid, capturing=False)
-        if plan is not None or not all(map(_served, grads)):
-            self._plans[key] = plan
+        if plan is None:
+            return None  # not kept: what was refused for is not all in the key
+        self._plans[key] = plan
         if len(self._plans) > CACHED:
             self._plans.popitem(last=False)
         return plan

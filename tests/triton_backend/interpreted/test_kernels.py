@@ -1,6 +1,7 @@
 """What the case table has no room for: chunk borders, long lists, 2**31 elements, one launch."""
 
 import math
+import warnings
 
 import pytest
 import torch
@@ -176,3 +177,69 @@ def test_the_repaired_interpreter_rounds_to_nearest_even() -> None:
     got = torch.from_numpy(to_bfloat16(x.numpy()).astype(np.int16)).view(BF16)
     assert torch.equal(got.isnan(), x.isnan())
     assert bitwise_equal(got[~x.isnan()], x.to(BF16)[~x.isnan()])
+
+
+def test_autograd_is_told_of_a_write() -> None:
+    grads = [torch.ones(4)]
+    before = grads[0]._version
+    backend.quick_clip_(grads, 2.0, math.inf)  # measures only
+    assert grads[0]._version == before
+    backend.quick_clip_(grads, 2.0, 1.0)
+    assert grads[0]._version > before
+    before = grads[0]._version
+    backend.quick_scale_(grads, torch.tensor(0.5, dtype=F64))
+    assert grads[0]._version > before
+
+
+def test_a_refusal_is_not_kept_for_lists_that_look_alike() -> None:
+    with fastclip.backend("triton"):
+        with warnings.catch_warnings():  # of torch: nested tensors are a prototype
+            warnings.simplefilter("ignore", UserWarning)
+            nested = torch.nested.nested_tensor([torch.ones(3), torch.ones(6)])
+        with pytest.raises(TypeError, match="nested"):
+            fastclip.get_total_norm([nested])
+        assert fastclip.get_total_norm([torch.ones(9)]).item() == 3.0
+
+
+def test_a_nan_of_unscaling_reaches_the_total() -> None:
+    grads = [torch.tensor([math.inf, 1.0]), torch.ones(1)]
+    zero = torch.tensor(0.0, dtype=F64)
+    table, total, coef = backend.clip_(grads, math.inf, 1.0, zero)  # inf * 0
+    assert math.isnan(table[0, 0])
+    assert math.isnan(total)
+    assert math.isnan(coef)
+
+
+def test_negated_views_as_numbers() -> None:
+    half = torch.tensor(1 - 0.5j, dtype=torch.complex128).conj().imag  # 0.5 by a flag
+    assert half.is_neg()
+    grads = [torch.ones(4)]
+    backend.clip_(grads, 2.0, half, None)
+    assert grads[0].tolist() == pytest.approx([0.25] * 4, rel=1e-6)
+    backend.scale_(grads, half)
+    assert grads[0].tolist() == pytest.approx([0.125] * 4, rel=1e-6)
+
+
+def test_views_of_one_memory_in_other_shapes_are_two_gradients() -> None:
+    grad = torch.ones(3)
+    grads = [grad, grad.view(1, 3)]
+    table = backend.measure(grads, 2.0, None)
+    assert table[:, 0].tolist() == pytest.approx([3.0, 3.0], rel=1e-12)
+    backend.scale_(grads, torch.tensor(0.5, dtype=F64))
+    assert grad.tolist() == [0.25] * 3
+
+
+@pytest.mark.parametrize("p", [2.0, 3.0, -math.inf])
+def test_no_gradients(p: float) -> None:
+    assert backend.measure([], p, None).shape == (0, 5)
+    assert backend.clip_([], p, 1.0, None)[0].shape == (0, 5)
+
+
+def test_coefficients_of_the_wrong_length_are_refused() -> None:
+    with pytest.raises(ValueError, match="3 elements for 2 gradients"):
+        backend.scale_([torch.ones(2), torch.ones(2)], torch.ones(3, dtype=F64))
+
+
+def test_the_way_round_the_kernels_needs_no_gradient() -> None:
+    limit = torch.tensor(1.0, requires_grad=True)
+    assert not backend.clip_([torch.ones(4)], 3.0, limit, None)[2].requires_grad
