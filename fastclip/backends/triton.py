@@ -144,7 +144,7 @@ def quick_scale_(grads: Sequence[Tensor], coef: Tensor) -> bool:
             return False
         if coef.dim() > 0 and coef.numel() != len(grads):
             raise ValueError(f"coef has {coef.numel()} elements for {len(grads)} gradients")
-        coef = coef.detach().resolve_neg().to(plan.device, torch.float64).contiguous()
+        coef = _in_memory(coef).to(plan.device, torch.float64).contiguous()
         _launch_scale(plan, coef, per_row=coef.dim() > 0)
     torch.autograd.graph.increment_version(grads)  # only the device knows whether it wrote
     return True
@@ -275,10 +275,16 @@ def _list_arguments(
     )
 
 
+def _in_memory(number: Tensor) -> Tensor:
+    """A tensor whose memory is what it shows: a lazily negated view is not."""
+    number = number.detach()
+    return number.resolve_neg() if number.is_neg() else number
+
+
 def _scalar(value: float | Tensor, device: torch.device) -> Scalar:
     """What the kernels take for a number: where it is on their device, or else its bits."""
     if isinstance(value, Tensor):
-        value = value.detach().resolve_neg()  # the kernels read what is in memory
+        value = _in_memory(value)
         if value.device == device:
             return value, 0
         if value.device.type != "cpu":
