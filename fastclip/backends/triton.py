@@ -56,7 +56,7 @@ from torch import Tensor
 from fastclip import table as tables
 from fastclip.backends import reference
 from fastclip.backends.contract import Backend, Unavailable
-from fastclip.backends.triton_plan import Grid, Group, Plan, Plans, served
+from fastclip.backends.triton_plan import Grid, Group, Plan, Plans, in_memory, served
 
 OLDEST = (3, 4)
 ORDERS = {0.0: 0, 1.0: 1, 2.0: 2, math.inf: 3}  # the kernels' numbers for them
@@ -144,7 +144,7 @@ def quick_scale_(grads: Sequence[Tensor], coef: Tensor) -> bool:
             return False
         if coef.dim() > 0 and coef.numel() != len(grads):
             raise ValueError(f"coef has {coef.numel()} elements for {len(grads)} gradients")
-        coef = _in_memory(coef).to(plan.device, torch.float64).contiguous()
+        coef = in_memory(coef).to(plan.device, torch.float64).contiguous()
         _launch_scale(plan, coef, per_row=coef.dim() > 0)
     torch.autograd.graph.increment_version(grads)  # only the device knows whether it wrote
     return True
@@ -183,8 +183,9 @@ def _clip_(
         plan = _plans.find(grads, _grid(grads[0].device))
         if plan is None:
             return None
-        unlimited = not isinstance(max_norm, Tensor) and max_norm == math.inf
-        measures_only = unlimited and inv_scale is None
+        measures_only = (
+            inv_scale is None and not isinstance(max_norm, Tensor) and max_norm == math.inf
+        )
         if plan.cooperative:
             result = _launch_clip(plan, p, max_norm, inv_scale)
         else:
@@ -275,16 +276,10 @@ def _list_arguments(
     )
 
 
-def _in_memory(number: Tensor) -> Tensor:
-    """A tensor whose memory is what it shows: a lazily negated view is not."""
-    number = number.detach()
-    return number.resolve_neg() if number.is_neg() else number
-
-
 def _scalar(value: float | Tensor, device: torch.device) -> Scalar:
     """What the kernels take for a number: where it is on their device, or else its bits."""
     if isinstance(value, Tensor):
-        value = _in_memory(value)
+        value = in_memory(value)
         if value.device == device:
             return value, 0
         if value.device.type != "cpu":
@@ -341,19 +336,17 @@ def _scale_served_(grads: Sequence[Tensor], coef: Tensor) -> None:
 
 
 def _split(grads: Sequence[Tensor]) -> tuple[list[int], list[int]]:
-    """The rows that the kernels serve, and the others: of two gradients that begin at one address
-    (views of other shapes) the kernels serve the first."""
+    """The rows that the kernels serve (of two at one address the first), and the others."""
+    mine: list[int] = []
+    rest: list[int] = []
     seen: set[int] = set()
-    mask = []
-    for grad in grads:
-        mine = served(grad) and (grad.numel() == 0 or grad.data_ptr() not in seen)
-        mask.append(mine)
-        if mine:
+    for row, grad in enumerate(grads):
+        if served(grad) and (grad.numel() == 0 or grad.data_ptr() not in seen):
             seen.add(grad.data_ptr())
-    return (
-        [row for row, mine in enumerate(mask) if mine],
-        [row for row, mine in enumerate(mask) if not mine],
-    )
+            mine.append(row)
+        else:
+            rest.append(row)
+    return mine, rest
 
 
 def _on(grad: Tensor) -> AbstractContextManager[object]:

@@ -195,6 +195,12 @@ def layout(x: Tensor) -> Layout | None:
     return tuple(dims) if len(dims) <= MAX_DIMS else None
 
 
+def in_memory(number: Tensor) -> Tensor:
+    """A tensor whose memory is what it shows: a lazily negated view is not."""
+    number = number.detach()
+    return number.resolve_neg() if number.is_neg() else number
+
+
 def served(x: Tensor) -> bool:
     """Whether the kernels take this tensor."""
     return _served(x) and x.data_ptr() % x.element_size() == 0
