@@ -9,7 +9,9 @@
 #include <string>
 #include <tuple>
 
-#include "cpu/inputs.h"
+#include "cpu/kernels.h"
+#include "cpu/passes.h"
+#include "inputs.h"
 
 namespace fastclip {
 namespace {
@@ -65,7 +67,15 @@ cpu::Threads threads() {
   return {int(count), run_parallel};
 }
 
-Tensor measured(const cpu::Pieces& pieces, Norm norm, Row*& rows) {
+Accepted accepted() { return {aoti_torch_device_type_cpu(), -1, true}; }
+
+Inputs collect(const TensorList& grads, bool writable) {
+  Inputs inputs = collect(grads, writable, accepted());
+  refuse_repeated(inputs);
+  return inputs;
+}
+
+Tensor measured(const Pieces& pieces, Norm norm, Row*& rows) {
   Tensor table = empty_table(int64_t(pieces.list.size()));
   static_assert(sizeof(Row) == kColumns * sizeof(double), "a Row is a row of the table");
   rows = static_cast<Row*>(table.mutable_data_ptr());
@@ -75,9 +85,9 @@ Tensor measured(const cpu::Pieces& pieces, Norm norm, Row*& rows) {
 
 // measure(Tensor[] grads, float p) -> (Tensor table, int refused)
 void measure(StableIValue* stack, uint64_t, uint64_t) {
-  const cpu::TensorList grads(stack[0]);
+  const TensorList grads(stack[0]);
   const Norm norm = norm_of(to<double>(stack[1]));
-  const cpu::Inputs inputs = cpu::collect(grads, false);
+  const Inputs inputs = collect(grads, false);
   Row* rows;
   stack[0] = from(inputs.refused < 0 ? measured(inputs.pieces, norm, rows) : empty_table(0));
   stack[1] = from(inputs.refused);
@@ -85,7 +95,7 @@ void measure(StableIValue* stack, uint64_t, uint64_t) {
 
 // scale_(Tensor(a!)[] grads, Tensor coef) -> int refused; coef: float64 on the CPU, 0-d or [n]
 void scale_(StableIValue* stack, uint64_t, uint64_t) {
-  const cpu::TensorList grads(stack[0]);
+  const TensorList grads(stack[0]);
   const Tensor coef = to<Tensor>(stack[1]);
   int32_t dtype;
   STABLE_TORCH_ERROR_CODE_CHECK(aoti_torch_get_dtype(coef.get(), &dtype));
@@ -93,7 +103,7 @@ void scale_(StableIValue* stack, uint64_t, uint64_t) {
                   "coef must be contiguous, float64 and on the CPU");
   STD_TORCH_CHECK(coef.numel() == 1 || coef.numel() == grads.size(), "coef has ", coef.numel(),
                   " elements for ", grads.size(), " gradients");
-  const cpu::Inputs inputs = cpu::collect(grads, true);
+  const Inputs inputs = collect(grads, true);
   if (inputs.refused < 0) {
     const auto* coefs = static_cast<const double*>(coef.const_data_ptr());
     cpu::scale(inputs.pieces, coefs, coef.numel() == 1 ? 0 : 1, threads());
@@ -104,10 +114,10 @@ void scale_(StableIValue* stack, uint64_t, uint64_t) {
 // clip_(Tensor(a!)[] grads, float p, float max_norm, float inv_scale)
 //   -> (Tensor table, Tensor total_norm, Tensor coef, int refused)
 void clip_(StableIValue* stack, uint64_t, uint64_t) {
-  const cpu::TensorList grads(stack[0]);
+  const TensorList grads(stack[0]);
   const Norm norm = norm_of(to<double>(stack[1]));
   const double max_norm = to<double>(stack[2]), inv_scale = to<double>(stack[3]);
-  const cpu::Inputs inputs = cpu::collect(grads, true);
+  const Inputs inputs = collect(grads, true);
   const int64_t n = inputs.refused < 0 ? grads.size() : 0;
   Tensor table = empty_table(0);
   double total = 0, coef = 1;
@@ -129,9 +139,9 @@ void clip_(StableIValue* stack, uint64_t, uint64_t) {
 
 // served(Tensor[] grads) -> Tensor: uint8 [n]
 void served(StableIValue* stack, uint64_t, uint64_t) {
-  const cpu::TensorList grads(stack[0]);
+  const TensorList grads(stack[0]);
   const Tensor mask = empty({grads.size()}, aoti_torch_dtype_uint8());
-  cpu::served(grads, static_cast<uint8_t*>(mask.mutable_data_ptr()));
+  mark_served(grads, accepted(), static_cast<uint8_t*>(mask.mutable_data_ptr()));
   stack[0] = from(mask);
 }
 

@@ -51,7 +51,7 @@ def source_dir() -> Path | None:
 
 
 def sources(csrc: Path) -> list[Path]:
-    return [csrc / "ops.cpp", *sorted((csrc / "cpu").glob("*.cpp"))]
+    return [*sorted(csrc.glob("*.cpp")), *sorted((csrc / "cpu").glob("*.cpp"))]
 
 
 def source_hash(csrc: Path) -> str:

@@ -15,7 +15,7 @@
 #include <arm_neon.h>
 #endif
 
-#include "half.h"
+#include "../half.h"
 #include "kernels.h"
 
 namespace fastclip::cpu {

@@ -11,8 +11,9 @@
 #include <thread>
 #include <vector>
 
-#include "cpu/half.h"
-#include "cpu/pieces.h"
+#include "cpu/kernels.h"
+#include "cpu/passes.h"
+#include "half.h"
 
 using namespace fastclip;
 using namespace fastclip::cpu;
