@@ -6,6 +6,8 @@
 #include <torch/csrc/stable/tensor.h>
 #include <torch/headeronly/util/Exception.h>
 
+#include <algorithm>
+#include <optional>
 #include <string>
 #include <tuple>
 
@@ -75,66 +77,93 @@ Inputs collect(const TensorList& grads, bool writable) {
   return inputs;
 }
 
-Tensor measured(const Pieces& pieces, Norm norm, Row*& rows) {
+// Doubles that the host can read.
+const double* doubles(const Tensor& values, const char* name) {
+  int32_t dtype;
+  STABLE_TORCH_ERROR_CODE_CHECK(aoti_torch_get_dtype(values.get(), &dtype));
+  STD_TORCH_CHECK(dtype == aoti_torch_dtype_float64() && values.is_contiguous() && values.is_cpu(),
+                  name, " must be contiguous, float64 and on the CPU");
+  return static_cast<const double*>(values.const_data_ptr());
+}
+
+double number(StableIValue value, const char* name, double absent) {
+  const auto tensor = to<std::optional<Tensor>>(value);
+  if (!tensor) return absent;
+  STD_TORCH_CHECK(tensor->numel() == 1, name, " has ", tensor->numel(), " elements, not one");
+  return *doubles(*tensor, name);
+}
+
+Tensor measured(const Pieces& pieces, Norm norm, double inv_scale, Row*& rows) {
   Tensor table = empty_table(int64_t(pieces.list.size()));
   static_assert(sizeof(Row) == kColumns * sizeof(double), "a Row is a row of the table");
   rows = static_cast<Row*>(table.mutable_data_ptr());
   cpu::measure(pieces, norm, threads(), rows);
+  if (inv_scale != 1)
+    for (size_t i = 0; i < pieces.list.size(); ++i) unscale(rows[i], inv_scale, norm);
   return table;
 }
 
-// measure(Tensor[] grads, float p) -> (Tensor table, int refused)
+bool all_finite(const Row* rows, int64_t n) {
+  for (int64_t i = 0; i < n; ++i)
+    if (rows[i].nan > 0 || rows[i].inf > 0) return false;
+  return true;
+}
+
+// measure(Tensor[] grads, float p, Tensor? inv_scale) -> (Tensor table, int refused)
 void measure(StableIValue* stack, uint64_t, uint64_t) {
   const TensorList grads(stack[0]);
   const Norm norm = norm_of(to<double>(stack[1]));
+  const double inv_scale = number(stack[2], "inv_scale", 1);
   const Inputs inputs = collect(grads, false);
   Row* rows;
-  stack[0] = from(inputs.refused < 0 ? measured(inputs.pieces, norm, rows) : empty_table(0));
+  const bool served = inputs.refused < 0;
+  stack[0] = from(served ? measured(inputs.pieces, norm, inv_scale, rows) : empty_table(0));
   stack[1] = from(inputs.refused);
 }
 
-// scale_(Tensor(a!)[] grads, Tensor coef) -> int refused; coef: float64 on the CPU, 0-d or [n]
+// scale_(Tensor(a!)[] grads, Tensor coef) -> (int refused, bool written); coef: 0-d or [n]
 void scale_(StableIValue* stack, uint64_t, uint64_t) {
   const TensorList grads(stack[0]);
   const Tensor coef = to<Tensor>(stack[1]);
-  int32_t dtype;
-  STABLE_TORCH_ERROR_CODE_CHECK(aoti_torch_get_dtype(coef.get(), &dtype));
-  STD_TORCH_CHECK(dtype == aoti_torch_dtype_float64() && coef.is_contiguous() && coef.is_cpu(),
-                  "coef must be contiguous, float64 and on the CPU");
-  STD_TORCH_CHECK(coef.numel() == 1 || coef.numel() == grads.size(), "coef has ", coef.numel(),
-                  " elements for ", grads.size(), " gradients");
+  const double* coefs = doubles(coef, "coef");
+  const int64_t n = coef.numel();
+  STD_TORCH_CHECK(n == 1 || n == grads.size(), "coef has ", n, " elements for ", grads.size(),
+                  " gradients");
   const Inputs inputs = collect(grads, true);
-  if (inputs.refused < 0) {
-    const auto* coefs = static_cast<const double*>(coef.const_data_ptr());
-    cpu::scale(inputs.pieces, coefs, coef.numel() == 1 ? 0 : 1, threads());
-  }
+  if (inputs.refused < 0) cpu::scale(inputs.pieces, coefs, n == 1 ? 0 : 1, threads());
   stack[0] = from(inputs.refused);
+  stack[1] = from(inputs.refused < 0 &&
+                  std::any_of(coefs, coefs + n, [](double factor) { return factor != 1; }));
 }
 
-// clip_(Tensor(a!)[] grads, float p, float max_norm, float inv_scale)
-//   -> (Tensor table, Tensor total_norm, Tensor coef, int refused)
+// clip_(Tensor(a!)[] grads, float p, float max_norm, Tensor? limit, Tensor? inv_scale, bool skip)
+//   -> (Tensor table, Tensor total_norm, Tensor coef, int refused, bool written)
+// `limit` goes before max_norm. `skip`: with an element that is not finite nothing is written.
 void clip_(StableIValue* stack, uint64_t, uint64_t) {
   const TensorList grads(stack[0]);
   const Norm norm = norm_of(to<double>(stack[1]));
-  const double max_norm = to<double>(stack[2]), inv_scale = to<double>(stack[3]);
+  const double max_norm = number(stack[3], "limit", to<double>(stack[2]));
+  const double inv_scale = number(stack[4], "inv_scale", 1);
+  const bool skip = to<bool>(stack[5]);
   const Inputs inputs = collect(grads, true);
   const int64_t n = inputs.refused < 0 ? grads.size() : 0;
   Tensor table = empty_table(0);
-  double total = 0, coef = 1;
+  double total = 0, coef = 1, factor = 1;
   if (inputs.refused < 0) {
     Row* rows;
-    table = measured(inputs.pieces, norm, rows);
-    if (inv_scale != 1)
-      for (int64_t i = 0; i < n; ++i) unscale(rows[i], inv_scale, norm);
+    table = measured(inputs.pieces, norm, inv_scale, rows);
     total = total_norm(rows, n, norm);
-    coef = coefficient(total, max_norm);
-    const double factor = coef * inv_scale;
+    if (!skip || all_finite(rows, n)) {
+      coef = coefficient(total, max_norm);
+      factor = coef * inv_scale;
+    }
     if (factor != 1) cpu::scale(inputs.pieces, &factor, 0, threads());
   }
   stack[0] = from(table);
   stack[1] = from(scalar(total, inputs.wide));
   stack[2] = from(scalar(coef, true));
   stack[3] = from(inputs.refused);
+  stack[4] = from(factor != 1);
 }
 
 // served(Tensor[] grads) -> Tensor: uint8 [n]
@@ -157,11 +186,12 @@ std::string source_hash() { return FASTCLIP_SOURCE_HASH; }
 }  // namespace fastclip
 
 STABLE_TORCH_LIBRARY(fastclip_native, m) {
-  m.def("measure(Tensor[] grads, float p) -> (Tensor table, int refused)");
-  m.def("scale_(Tensor(a!)[] grads, Tensor coef) -> int");
+  m.def("measure(Tensor[] grads, float p, Tensor? inv_scale) -> (Tensor table, int refused)");
+  m.def("scale_(Tensor(a!)[] grads, Tensor coef) -> (int refused, bool written)");
   m.def(
-      "clip_(Tensor(a!)[] grads, float p, float max_norm, float inv_scale)"
-      " -> (Tensor table, Tensor total_norm, Tensor coef, int refused)");
+      "clip_(Tensor(a!)[] grads, float p, float max_norm, Tensor? limit, Tensor? inv_scale,"
+      " bool skip)"
+      " -> (Tensor table, Tensor total_norm, Tensor coef, int refused, bool written)");
   m.def("served(Tensor[] grads) -> Tensor");
   m.def("simd(str level) -> str");
   m.def("source_hash() -> str");

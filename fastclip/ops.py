@@ -17,8 +17,8 @@ from fastclip.gradients import Gradients, Listed
 def measure(grads: list[Tensor], p: float, inv_scale: Tensor | None = None) -> Tensor:
     if not grads:
         return tables.empty(p, 0, torch.device("cpu"))
-    found, table = passes.measure(Listed(grads, None), p)
-    return tables.unscale(_every_row(found, table, len(grads), p), p, inv_scale)
+    found, table = passes.measure(Listed(grads, None), p, inv_scale)
+    return _every_row(found, table, len(grads), p)
 
 
 @measure.register_fake
@@ -48,28 +48,28 @@ def _(grads: list[Tensor], coef: Tensor) -> None:
 
 @torch.library.custom_op("fastclip::clip_", mutates_args=("grads",))
 def clip_(
-    grads: list[Tensor], p: float, max_norm: Tensor, inv_scale: Tensor | None = None
+    grads: list[Tensor],
+    p: float,
+    max_norm: Tensor,
+    inv_scale: Tensor | None = None,
+    skip: bool = False,
 ) -> tuple[Tensor, Tensor, Tensor]:
     if not grads:
         table = tables.empty(p, 0, torch.device("cpu"))
         one = torch.ones((), dtype=torch.float64, device="cpu")
         return table, torch.zeros((), dtype=torch.float32, device="cpu"), one
     listed = Listed(grads, None)
-    quick = passes.quick_clip_(listed, p, max_norm) if inv_scale is None else None
-    if quick is not None:
-        return quick
-    found, table = passes.measure(listed, p)
-    table = tables.unscale(table, p, inv_scale)
-    total = tables.total_norm(table, p)
-    coef = tables.coefficient(total, max_norm)
-    passes.scale_(found, coef if inv_scale is None else coef * inv_scale.to(coef.device))
-    dtype = tables.result_dtype(found.tensors)
-    return _every_row(found, table, len(grads), p), total.to(dtype), coef
+    found, table, total, coef = passes.clip_measured_(listed, p, max_norm, inv_scale, skip)
+    return _every_row(found, table, len(grads), p), total, coef
 
 
 @clip_.register_fake
 def _(
-    grads: list[Tensor], p: float, max_norm: Tensor, inv_scale: Tensor | None = None
+    grads: list[Tensor],
+    p: float,
+    max_norm: Tensor,
+    inv_scale: Tensor | None = None,
+    skip: bool = False,
 ) -> tuple[Tensor, Tensor, Tensor]:
     device = _device(grads)
     table = torch.empty(len(grads), tables.COLUMNS, dtype=torch.float64, device=device)

@@ -9,41 +9,63 @@ from torch import Tensor
 
 from fastclip import backends
 from fastclip import table as tables
+from fastclip.backends.contract import Clipped
 from fastclip.gradients import Gradients, Listed
 from fastclip.gradients import sort_out as sort_out
 
 
-def measure(listed: Listed, p: float) -> tuple[Gradients, Tensor]:
+def measure(listed: Listed, p: float, inv_scale: Tensor | None = None) -> tuple[Gradients, Tensor]:
     """The gradients, one per row, and their table on the first gradient's device.
 
-    Raises as `gradients.sort_out` does.
+    `inv_scale`, 0-d, takes a loss scale out of the statistics. Raises as `gradients.sort_out` does.
     """
     if listed.plain and (quick := backends.choose(listed.grads[0].device).quick_measure):
-        table = quick(listed.grads, p)
+        table = quick(listed.grads, p, inv_scale)
         if table is not None:
             return Gradients.of_listed(listed), table
     found = sort_out(listed)
-    return found, _measure(found, p)
+    return found, _measure(found, p, inv_scale)
 
 
 def clip_(listed: Listed, p: float, max_norm: float | Tensor) -> Tensor:
     """Rescale to `max_norm`; the total norm before, 0-d, on the first gradient's device."""
-    result = quick_clip_(listed, p, max_norm)
+    result = _quick_clip_(listed, p, max_norm, None, False)
+    return _clip_(sort_out(listed), p, max_norm, None, False)[1] if result is None else result[1]
+
+
+def clip_measured_(
+    listed: Listed,
+    p: float,
+    max_norm: float | Tensor,
+    inv_scale: Tensor | None = None,
+    skip: bool = False,
+) -> tuple[Gradients, Tensor, Tensor, Tensor]:
+    """The same, with a loss scale taken out, and all that is known then: the gradients, their
+    table, the total norm and the coefficient in float64. `skip` as in `contract.Backend`."""
+    result = _quick_clip_(listed, p, max_norm, inv_scale, skip)
     if result is not None:
-        return result[1]
+        return Gradients.of_listed(listed), *result
     found = sort_out(listed)
-    total = tables.total_norm(_measure(found, p), p)
-    scale_(found, tables.coefficient(total, max_norm))
-    return total.to(tables.result_dtype(found.tensors))
+    return found, *_clip_(found, p, max_norm, inv_scale, skip)
 
 
-def quick_clip_(
-    listed: Listed, p: float, max_norm: float | Tensor
-) -> tuple[Tensor, Tensor, Tensor] | None:
-    """Table, total norm and coefficient, if the list is one that a backend takes as it is."""
+def _quick_clip_(
+    listed: Listed, p: float, max_norm: float | Tensor, inv_scale: Tensor | None, skip: bool
+) -> Clipped | None:
+    """What a backend makes of the list as it is, if it takes it so."""
     if listed.plain and (quick := backends.choose(listed.grads[0].device).quick_clip_):
-        return quick(listed.grads, p, max_norm)
+        return quick(listed.grads, p, max_norm, inv_scale, skip)
     return None
+
+
+def _clip_(
+    found: Gradients, p: float, max_norm: float | Tensor, inv_scale: Tensor | None, skip: bool
+) -> Clipped:
+    table = _measure(found, p, inv_scale)
+    total = tables.total_norm(table, p)
+    coef, factor = tables.factors(table, total, max_norm, inv_scale, skip)
+    scale_(found, factor)
+    return table, total.to(tables.result_dtype(found.tensors)), coef
 
 
 def rescale_(listed: Listed, coef: Tensor) -> None:
@@ -68,11 +90,11 @@ def scale_(found: Gradients, coef: Tensor) -> None:
             gradient.copy_(coalesced)
 
 
-def _measure(found: Gradients, p: float) -> Tensor:
+def _measure(found: Gradients, p: float, inv_scale: Tensor | None) -> Tensor:
     devices = found.by_device()
     first = found.tensors[0].device
     parts = [
-        backends.choose(device).measure(_select(found.tensors, rows), p, None).to(first)
+        backends.choose(device).measure(_select(found.tensors, rows), p, inv_scale).to(first)
         for device, rows in devices.items()
     ]
     table = parts[0]

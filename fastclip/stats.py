@@ -74,7 +74,6 @@ class GradStats:
         if not names:
             total = torch.zeros_like(total)  # as clip_grad_norm_ returns, whatever the order
         false = torch.zeros((), dtype=torch.bool, device=table.device)
-        bad = table[:, tables.NAN : tables.INF + 1].sum() > 0
         return cls(
             names,
             numel,
@@ -85,7 +84,7 @@ class GradStats:
             threshold=torch.full_like(total, math.inf),
             clipped=false,
             skipped=false,
-            found_inf=bad.to(torch.float32),
+            found_inf=tables.found_nonfinite(table).to(torch.float32),
         )
 
     @property

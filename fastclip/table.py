@@ -83,6 +83,30 @@ def coefficient(total: Tensor, max_norm: float | Tensor) -> Tensor:
     return torch.where(limit == math.inf, 1.0, coef)
 
 
+def found_nonfinite(table: Tensor) -> Tensor:
+    """Whether an element is NaN or infinite, 0-d bool."""
+    return table[:, NAN : INF + 1].sum() > 0
+
+
+def factors(
+    table: Tensor,
+    total: Tensor,
+    max_norm: float | Tensor,
+    inv_scale: Tensor | None,
+    skip: bool,
+) -> tuple[Tensor, Tensor]:
+    """The coefficient, and what elements are to be multiplied by with a loss scale taken out.
+
+    Both are 1 if `skip` is asked for and an element is not finite.
+    """
+    coef = coefficient(total, max_norm)
+    factor = coef if inv_scale is None else coef * inv_scale.to(coef.device)
+    if skip:
+        found = found_nonfinite(table)
+        coef, factor = torch.where(found, 1.0, coef), torch.where(found, 1.0, factor)
+    return coef, factor
+
+
 def unscale(table: Tensor, p: float, inv_scale: Tensor | None) -> Tensor:
     """The table of ``x * inv_scale`` from that of ``x``: no element has to be multiplied for it."""
     if inv_scale is None:

@@ -15,15 +15,26 @@ def sort_out(listed: Listed) -> Gradients:
     return Gradients.of_listed(listed.distinct())
 
 
-def measure(listed: Listed, p: float) -> tuple[Gradients, Tensor]:
+def measure(listed: Listed, p: float, inv_scale: Tensor | None = None) -> tuple[Gradients, Tensor]:
     found = sort_out(listed)
-    return found, ops.measure(found.tensors, p)
+    return found, ops.measure(found.tensors, p, inv_scale)
 
 
 def clip_(listed: Listed, p: float, max_norm: float | Tensor) -> Tensor:
+    return clip_measured_(listed, p, max_norm)[2]
+
+
+def clip_measured_(
+    listed: Listed,
+    p: float,
+    max_norm: float | Tensor,
+    inv_scale: Tensor | None = None,
+    skip: bool = False,
+) -> tuple[Gradients, Tensor, Tensor, Tensor]:
+    found = sort_out(listed)
     if not isinstance(max_norm, Tensor):
         max_norm = torch.full((), max_norm, dtype=torch.float64, device="cpu")
-    return ops.clip_(sort_out(listed).tensors, p, max_norm)[1]
+    return found, *ops.clip_(found.tensors, p, max_norm, inv_scale, skip)
 
 
 def rescale_(listed: Listed, coef: Tensor) -> None:

@@ -66,6 +66,12 @@ def test_inv_scale(case: Case, inv_scale: float, variant: Variant, opened: Backe
     )
 
 
+@pytest.mark.parametrize("case", SCALED, ids=lambda case: case.id)
+def test_skip(case: Case, variant: Variant, opened: Backend) -> None:
+    _runs(case, variant)
+    _right({p: trials.clip_skipping(opened, case, p, variant.device) for p in (2.0, math.inf, 3.0)})
+
+
 def test_ids_are_unique() -> None:
     ids = [case.id for case in CASES]
     assert len(ids) == len(set(ids))

@@ -2,8 +2,15 @@
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Protocol
 
 from torch import Tensor
+
+from fastclip import table as tables
+
+Measure = Callable[[Sequence[Tensor], float, Tensor | None], Tensor]
+Scale = Callable[[Sequence[Tensor], Tensor], None]
+Clipped = tuple[Tensor, Tensor, Tensor]  # the table, the total norm, the coefficient
 
 
 class Unavailable(RuntimeError):
@@ -12,6 +19,28 @@ class Unavailable(RuntimeError):
 
 class Refused(Unavailable):
     """The user asked for something about a backend that cannot be had: no other one is taken."""
+
+
+class Clip(Protocol):
+    def __call__(
+        self,
+        grads: Sequence[Tensor],
+        p: float,
+        max_norm: float | Tensor,
+        inv_scale: Tensor | None,
+        skip: bool = False,
+    ) -> Clipped: ...
+
+
+class QuickClip(Protocol):
+    def __call__(
+        self,
+        grads: Sequence[Tensor],
+        p: float,
+        max_norm: float | Tensor,
+        inv_scale: Tensor | None = None,
+        skip: bool = False,
+    ) -> Clipped | None: ...
 
 
 @dataclass(frozen=True)
@@ -23,30 +52,43 @@ class Backend:
         The table, float64 ``[n, 5]``, of ``x * inv_scale``; `inv_scale` is a 0-d tensor or None.
     scale_(grads, coef)
         Multiply by `coef`, float64, 0-d or ``[n]``; a coefficient of exactly 1 writes nothing.
-    clip_(grads, p, max_norm, inv_scale)
+    clip_(grads, p, max_norm, inv_scale, skip=False)
         Both for one global threshold, a float or a 0-d tensor: the table, the total norm in
         `table.result_dtype` and the coefficient in float64, 0-d each. Writes
-        ``x * coef * inv_scale``, and nothing when that factor is 1.
-    quick_measure(grads, p), quick_scale_(grads, coef), quick_clip_(grads, p, max_norm)
-        The same without a loss scale for a list as the caller passed it: None (False), with nothing
-        touched, if it is anything but plain distinct tensors that the kernels serve as they are.
-        They save looking at each tensor in Python, which costs more than a small tensor itself.
+        ``x * coef * inv_scale``, and nothing when that factor is 1. With `skip`, an element that is
+        not finite means that nothing is written and that the coefficient is 1.
+    quick_measure, quick_scale_, quick_clip_
+        The same for a list as the caller passed it: None (False), with nothing touched, if it is
+        anything but plain distinct tensors that the kernels serve as they are. They save looking at
+        each tensor in Python, which costs more than a small tensor itself.
     """
 
     name: str
     device_types: frozenset[str] | None  # None: any
     about: str
-    measure: Callable[[Sequence[Tensor], float, Tensor | None], Tensor]
-    scale_: Callable[[Sequence[Tensor], Tensor], None]
-    clip_: Callable[
-        [Sequence[Tensor], float, float | Tensor, Tensor | None], tuple[Tensor, Tensor, Tensor]
-    ]
-    quick_measure: Callable[[Sequence[Tensor], float], Tensor | None] | None = None
+    measure: Measure
+    scale_: Scale
+    clip_: Clip
+    quick_measure: Callable[[Sequence[Tensor], float, Tensor | None], Tensor | None] | None = None
     quick_scale_: Callable[[Sequence[Tensor], Tensor], bool] | None = None
-    quick_clip_: (
-        Callable[[Sequence[Tensor], float, float | Tensor], tuple[Tensor, Tensor, Tensor] | None]
-        | None
-    ) = None
+    quick_clip_: QuickClip | None = None
 
     def serves(self, device_type: str) -> bool:
         return self.device_types is None or device_type in self.device_types
+
+
+def clip_in_passes(
+    measure: Measure,
+    scale_: Scale,
+    grads: Sequence[Tensor],
+    p: float,
+    max_norm: float | Tensor,
+    inv_scale: Tensor | None,
+    skip: bool,
+) -> Clipped:
+    """`Backend.clip_` from the other two functions, for what has no fused form."""
+    table = measure(grads, p, inv_scale)
+    total = tables.total_norm(table, p)
+    coef, factor = tables.factors(table, total, max_norm, inv_scale, skip)
+    scale_(grads, factor)
+    return table, total.to(tables.result_dtype(grads)), coef

@@ -18,7 +18,7 @@ from torch import Tensor
 from fastclip import _build
 from fastclip import table as tables
 from fastclip.backends import reference
-from fastclip.backends.contract import Backend, Refused, Unavailable
+from fastclip.backends.contract import Backend, Clipped, Refused, Unavailable, clip_in_passes
 
 NORMS = (0.0, 1.0, 2.0, math.inf)
 LEVELS = ("avx512", "avx2", "plain")
@@ -72,10 +72,8 @@ def provide() -> Backend:
 
 def measure(grads: Sequence[Tensor], p: float, inv_scale: Tensor | None) -> Tensor:
     """The table of `grads`; see `contract.Backend`."""
-    table = quick_measure(grads, p)
-    if table is None:
-        table = _measure_apart(grads, p)
-    return tables.unscale(table, p, inv_scale)
+    table = quick_measure(grads, p, inv_scale)
+    return _measure_apart(grads, p, inv_scale) if table is None else table
 
 
 def scale_(grads: Sequence[Tensor], coef: Tensor) -> None:
@@ -89,70 +87,79 @@ def scale_(grads: Sequence[Tensor], coef: Tensor) -> None:
 
 
 def clip_(
-    grads: Sequence[Tensor], p: float, max_norm: float | Tensor, inv_scale: Tensor | None
-) -> tuple[Tensor, Tensor, Tensor]:
+    grads: Sequence[Tensor],
+    p: float,
+    max_norm: float | Tensor,
+    inv_scale: Tensor | None,
+    skip: bool = False,
+) -> Clipped:
     """Measure, and rescale to `max_norm`; see `contract.Backend`."""
-    if p in NORMS:
-        result = _clip(grads, p, max_norm, 1.0 if inv_scale is None else float(inv_scale))
-        if result is not None:
-            return result
-    table = measure(grads, p, inv_scale)
-    total = tables.total_norm(table, p)
-    coef = tables.coefficient(total, max_norm)
-    scale_(grads, coef if inv_scale is None else coef * inv_scale.to("cpu"))
-    return table, total.to(tables.result_dtype(grads)), coef
+    result = quick_clip_(grads, p, max_norm, inv_scale, skip)
+    if result is not None:
+        return result
+    return clip_in_passes(measure, scale_, grads, p, max_norm, inv_scale, skip)
 
 
-def quick_measure(grads: Sequence[Tensor], p: float) -> Tensor | None:
+def quick_measure(
+    grads: Sequence[Tensor], p: float, inv_scale: Tensor | None = None
+) -> Tensor | None:
     """The table, or None if some tensor is not served as it is; see `contract.Backend`."""
     if p not in NORMS:
         return None
-    table, refused = _operators().measure(grads, p)
+    table, refused = _operators().measure(grads, p, _on_host(inv_scale))
     return table if refused < 0 else None
 
 
 def quick_scale_(grads: Sequence[Tensor], coef: Tensor) -> bool:
     """Multiply in place; False, with nothing touched, if some tensor is not served as it is."""
-    coef = coef.detach().to("cpu", torch.float64).contiguous()
-    served: bool = _operators().scale_(grads, coef) < 0
-    if served:
-        _note_written(grads, coef)
-    return served
+    refused, written = _operators().scale_(grads, _on_host(coef))
+    if written:
+        _note_written(grads)
+    return refused < 0
 
 
 def quick_clip_(
-    grads: Sequence[Tensor], p: float, max_norm: float | Tensor
-) -> tuple[Tensor, Tensor, Tensor] | None:
+    grads: Sequence[Tensor],
+    p: float,
+    max_norm: float | Tensor,
+    inv_scale: Tensor | None = None,
+    skip: bool = False,
+) -> Clipped | None:
     """Measure and rescale, or None with nothing touched; see `contract.Backend`."""
     if p not in NORMS:
         return None
-    return _clip(grads, p, max_norm, 1.0)
-
-
-def _clip(
-    grads: Sequence[Tensor], p: float, max_norm: float | Tensor, inv_scale: float
-) -> tuple[Tensor, Tensor, Tensor] | None:
-    table, total, coef, refused = _operators().clip_(grads, p, float(max_norm), inv_scale)
+    number, limit = (math.inf, max_norm) if isinstance(max_norm, Tensor) else (max_norm, None)
+    table, total, coef, refused, written = _operators().clip_(
+        grads, p, number, _on_host(limit), _on_host(inv_scale), skip
+    )
     if refused >= 0:
         return None
-    _note_written(grads, coef * inv_scale if inv_scale != 1 else coef)
+    if written:
+        _note_written(grads)
     return table, total, coef
 
 
-def _note_written(grads: Sequence[Tensor], factors: Tensor) -> None:
+def _on_host(values: Tensor | None) -> Tensor | None:
+    """As the operators take numbers, which they read themselves."""
+    if values is None:
+        return None
+    return values.detach().to("cpu", torch.float64).resolve_neg().contiguous()
+
+
+def _note_written(grads: Sequence[Tensor]) -> None:
     """Tell autograd, which else would use a changed gradient in a gradient of gradients."""
-    if factors.ne(1).any() if factors.dim() else factors.item() != 1:
-        torch.autograd.graph.increment_version(grads)
+    torch.autograd.graph.increment_version(grads)
 
 
-def _measure_apart(grads: Sequence[Tensor], p: float) -> Tensor:
+def _measure_apart(grads: Sequence[Tensor], p: float, inv_scale: Tensor | None) -> Tensor:
     """Rows from the kernels where they serve, else from the reference."""
     mine, rest = _served(grads) if p in NORMS else ([], list(range(len(grads))))
     table = tables.empty(p, len(grads), torch.device("cpu"))
     if mine:
-        table[mine] = _operators().measure([grads[row] for row in mine], p)[0]
+        served = [grads[row] for row in mine]
+        table[mine] = _operators().measure(served, p, _on_host(inv_scale))[0]
     if rest:
-        table[rest] = reference.measure([grads[row] for row in rest], p, None)
+        table[rest] = reference.measure([grads[row] for row in rest], p, inv_scale)
     return table
 
 

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from fastclip import table as tables
-from fastclip.backends.contract import Backend
+from fastclip.backends.contract import Backend, Clipped, clip_in_passes
 
 # Elements of a piece: on the CPU one in float64 (512 KiB) stays in a second-level cache; elsewhere
 # every piece costs the launch of a dozen kernels.
@@ -49,14 +49,14 @@ def scale_(grads: Sequence[Tensor], coef: Tensor) -> None:
 
 @torch.no_grad()
 def clip_(
-    grads: Sequence[Tensor], p: float, max_norm: float | Tensor, inv_scale: Tensor | None
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Measure, and rescale to `max_norm`: the table, the total norm (0-d) and `coef` (0-d)."""
-    table = measure(grads, p, inv_scale)
-    total = tables.total_norm(table, p)
-    coef = tables.coefficient(total, max_norm)
-    scale_(grads, coef if inv_scale is None else coef * inv_scale.to(coef.device))
-    return table, total.to(tables.result_dtype(grads)), coef
+    grads: Sequence[Tensor],
+    p: float,
+    max_norm: float | Tensor,
+    inv_scale: Tensor | None,
+    skip: bool = False,
+) -> Clipped:
+    """Measure, and rescale to `max_norm`; see `contract.Backend`."""
+    return clip_in_passes(measure, scale_, grads, p, max_norm, inv_scale, skip)
 
 
 def _row(grad: Tensor, p: float) -> Tensor:

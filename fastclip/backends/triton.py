@@ -55,7 +55,7 @@ from torch import Tensor
 
 from fastclip import table as tables
 from fastclip.backends import reference
-from fastclip.backends.contract import Backend, Unavailable
+from fastclip.backends.contract import Backend, Clipped, Unavailable, clip_in_passes
 from fastclip.backends.triton_plan import Grid, Group, Plan, Plans, in_memory, served
 
 OLDEST = (3, 4)
@@ -99,7 +99,7 @@ def provide() -> Backend:
 
 def measure(grads: Sequence[Tensor], p: float, inv_scale: Tensor | None) -> Tensor:
     """The table of `grads`; see `contract.Backend`."""
-    result = _measure(grads, p, inv_scale)
+    result = quick_measure(grads, p, inv_scale)
     return _measure_apart(grads, p, inv_scale) if result is None else result
 
 
@@ -116,22 +116,17 @@ def scale_(grads: Sequence[Tensor], coef: Tensor) -> None:
 
 @torch.no_grad()
 def clip_(
-    grads: Sequence[Tensor], p: float, max_norm: float | Tensor, inv_scale: Tensor | None
-) -> tuple[Tensor, Tensor, Tensor]:
+    grads: Sequence[Tensor],
+    p: float,
+    max_norm: float | Tensor,
+    inv_scale: Tensor | None,
+    skip: bool = False,
+) -> Clipped:
     """Measure, and rescale to `max_norm`; see `contract.Backend`."""
-    result = _clip_(grads, p, max_norm, inv_scale)
+    result = quick_clip_(grads, p, max_norm, inv_scale, skip)
     if result is not None:
         return result
-    table = measure(grads, p, inv_scale)
-    total = tables.total_norm(table, p)
-    coef = tables.coefficient(total, max_norm)
-    scale_(grads, coef if inv_scale is None else coef * inv_scale.to(coef.device))
-    return table, total.to(tables.result_dtype(grads)), coef
-
-
-def quick_measure(grads: Sequence[Tensor], p: float) -> Tensor | None:
-    """The table, or None if some tensor is not served as it is; see `contract.Backend`."""
-    return _measure(grads, p, None)
+    return clip_in_passes(measure, scale_, grads, p, max_norm, inv_scale, skip)
 
 
 def quick_scale_(grads: Sequence[Tensor], coef: Tensor) -> bool:
@@ -150,19 +145,15 @@ def quick_scale_(grads: Sequence[Tensor], coef: Tensor) -> bool:
     return True
 
 
-def quick_clip_(
-    grads: Sequence[Tensor], p: float, max_norm: float | Tensor
-) -> tuple[Tensor, Tensor, Tensor] | None:
-    """Measure and rescale, or None with nothing touched; see `contract.Backend`."""
-    return _clip_(grads, p, max_norm, None)
-
-
 def launch(kernel: Any, blocks: int, *arguments: object, **options: object) -> None:
     """The one place that starts kernels."""
     kernel[(blocks,)](*arguments, **options)
 
 
-def _measure(grads: Sequence[Tensor], p: float, inv_scale: Tensor | None) -> Tensor | None:
+def quick_measure(
+    grads: Sequence[Tensor], p: float, inv_scale: Tensor | None = None
+) -> Tensor | None:
+    """The table, or None if some tensor is not served as it is; see `contract.Backend`."""
     if p not in ORDERS:
         return None
     if not grads:
@@ -171,12 +162,17 @@ def _measure(grads: Sequence[Tensor], p: float, inv_scale: Tensor | None) -> Ten
         plan = _plans.find(grads, _grid(grads[0].device))
         if plan is None:
             return None
-        return _launch_measure(plan, p, math.inf, inv_scale)[0]
+        return _launch_measure(plan, p, math.inf, inv_scale, skip=False)[0]
 
 
-def _clip_(
-    grads: Sequence[Tensor], p: float, max_norm: float | Tensor, inv_scale: Tensor | None
-) -> tuple[Tensor, Tensor, Tensor] | None:
+def quick_clip_(
+    grads: Sequence[Tensor],
+    p: float,
+    max_norm: float | Tensor,
+    inv_scale: Tensor | None = None,
+    skip: bool = False,
+) -> Clipped | None:
+    """Measure and rescale, or None with nothing touched; see `contract.Backend`."""
     if p not in ORDERS or not grads:
         return None
     with _plans.lock, _on(grads[0]):
@@ -187,9 +183,9 @@ def _clip_(
             inv_scale is None and not isinstance(max_norm, Tensor) and max_norm == math.inf
         )
         if plan.cooperative:
-            result = _launch_clip(plan, p, max_norm, inv_scale)
+            result = _launch_clip(plan, p, max_norm, inv_scale, skip)
         else:
-            result = _launch_measure(plan, p, max_norm, inv_scale)
+            result = _launch_measure(plan, p, max_norm, inv_scale, skip)
             if not measures_only:
                 _launch_scale(plan, plan.scratch.factor, per_row=False)
     if not measures_only:
@@ -198,11 +194,11 @@ def _clip_(
 
 
 def _launch_measure(
-    plan: Plan, p: float, max_norm: float | Tensor, inv_scale: Tensor | None
-) -> tuple[Tensor, Tensor, Tensor]:
+    plan: Plan, p: float, max_norm: float | Tensor, inv_scale: Tensor | None, skip: bool
+) -> Clipped:
     """Table, total norm and coefficient; the plan's factor is set as well."""
     results = _results(plan)
-    arguments = _list_arguments(plan, results, max_norm, inv_scale)
+    arguments = _list_arguments(plan, results, max_norm, inv_scale, skip)
     for group in plan.groups:
         launch(
             _kernels().measure_kernel,
@@ -234,15 +230,15 @@ def _launch_scale(plan: Plan, factor: Tensor, per_row: bool) -> None:
 
 
 def _launch_clip(
-    plan: Plan, p: float, max_norm: float | Tensor, inv_scale: Tensor | None
-) -> tuple[Tensor, Tensor, Tensor]:
+    plan: Plan, p: float, max_norm: float | Tensor, inv_scale: Tensor | None, skip: bool
+) -> Clipped:
     results = _results(plan)
     (group,) = plan.groups
     launch(
         _kernels().clip_kernel,
         group.blocks,
         *_group_arguments(plan, group),
-        *_list_arguments(plan, results, max_norm, inv_scale),
+        *_list_arguments(plan, results, max_norm, inv_scale, skip),
         ORDER=ORDERS[p],
         DTYPE=_triton_dtype(group.dtype),
         **_options(plan.device, cooperative=True),
@@ -250,7 +246,7 @@ def _launch_clip(
     return results
 
 
-def _results(plan: Plan) -> tuple[Tensor, Tensor, Tensor]:
+def _results(plan: Plan) -> Clipped:
     table = torch.empty(plan.n, tables.COLUMNS, dtype=torch.float64, device=plan.device)
     wide = torch.float64 if plan.wide else torch.float32
     total = torch.empty((), dtype=wide, device=plan.device)
@@ -264,15 +260,17 @@ def _group_arguments(plan: Plan, group: Group) -> tuple[Tensor, ...]:
 
 def _list_arguments(
     plan: Plan,
-    results: tuple[Tensor, Tensor, Tensor],
+    results: Clipped,
     max_norm: float | Tensor,
     inv_scale: Tensor | None,
+    skip: bool,
 ) -> tuple[object, ...]:
     table, total, coef = results
     return (
         *(plan.empties, plan.empties.numel(), table, plan.n, total, coef, plan.scratch.factor),
         *_scalar(max_norm, plan.device),
         *_scalar(1.0 if inv_scale is None else inv_scale, plan.device),
+        int(skip),
     )
 
 
@@ -324,7 +322,7 @@ def _measure_apart(grads: Sequence[Tensor], p: float, inv_scale: Tensor | None) 
 
 
 def _measure_served(grads: Sequence[Tensor], p: float, inv_scale: Tensor | None) -> Tensor:
-    table = _measure(grads, p, inv_scale)
+    table = quick_measure(grads, p, inv_scale)
     if table is None:
         raise RuntimeError("the gradients lie on more than one device")
     return table

@@ -38,10 +38,12 @@ TICKET = tl.constexpr(plan.TICKET)
 GENERATION = tl.constexpr(plan.GENERATION)
 ENTRY_COUNTERS = tl.constexpr(plan.ENTRY_COUNTERS)
 ROW_COLUMNS = tl.constexpr(table.COLUMNS)
+NAN = tl.constexpr(table.NAN)
+INF = tl.constexpr(table.INF)
 EPS = tl.constexpr(table.EPS)
 
 # Their values change from step to step: nothing may be compiled for one of them.
-VALUES = ["n_empties", "n_rows", "max_norm_bits", "inv_scale_bits"]
+VALUES = ["n_empties", "n_rows", "max_norm_bits", "inv_scale_bits", "skip"]
 POINTERS = [
     *("addresses_ptr", "entries_ptr", "layouts_ptr", "blocks_ptr", "slots_ptr", "counters_ptr"),
     *("empties_ptr", "table_ptr", "total_ptr", "coef_ptr", "factor_ptr"),
@@ -146,8 +148,9 @@ def _scalar(pointer, bits):
 
 @triton.jit
 def _finish(
-    table_ptr, n_rows, total_ptr, coef_ptr, factor_ptr, max_norm, inv_scale, ORDER: tl.constexpr
-):
+    table_ptr, n_rows, total_ptr, coef_ptr, factor_ptr, max_norm, inv_scale, skip,
+    ORDER: tl.constexpr,
+):  # fmt: skip
     """From the table to the total norm, the coefficient and the factor of the elements."""
     total = _column(table_ptr, n_rows, ORDER == MAX)
     if ORDER == SQUARES:
@@ -155,9 +158,15 @@ def _finish(
     coef = max_norm / (total + EPS)
     coef = tl.where(coef > 1.0, 1.0, coef)  # a NaN stays
     coef = tl.where(max_norm == float("inf"), 1.0, coef)
+    factor = coef * inv_scale
+    if skip != 0:
+        nan = _column(table_ptr + NAN, n_rows, False)
+        inf = _column(table_ptr + INF, n_rows, False)
+        coef = tl.where(nan + inf > 0, 1.0, coef)
+        factor = tl.where(nan + inf > 0, 1.0, factor)
     tl.store(total_ptr, total.to(total_ptr.dtype.element_ty))
     tl.store(coef_ptr, coef)
-    tl.store(factor_ptr, coef * inv_scale)
+    tl.store(factor_ptr, factor)
 
 
 @triton.jit
@@ -239,7 +248,7 @@ def _scale(
 def measure_kernel(
     addresses_ptr, entries_ptr, layouts_ptr, blocks_ptr, slots_ptr, counters_ptr,
     empties_ptr, n_empties: "i64", table_ptr, n_rows: "i64", total_ptr, coef_ptr, factor_ptr,
-    max_norm_ptr, max_norm_bits: "i64", inv_scale_ptr, inv_scale_bits: "i64",
+    max_norm_ptr, max_norm_bits: "i64", inv_scale_ptr, inv_scale_bits: "i64", skip: "i64",
     ORDER: tl.constexpr, DTYPE: tl.constexpr, LAST: tl.constexpr,
 ):  # fmt: skip
     """The rows of one dtype's gradients. The last block of the last launch finishes the list."""
@@ -253,7 +262,9 @@ def measure_kernel(
         if _is_last(counters_ptr + TICKET, tl.num_programs(0)):
             max_norm = _scalar(max_norm_ptr, max_norm_bits)
             inv_scale = _scalar(inv_scale_ptr, inv_scale_bits)
-            _finish(table_ptr, n_rows, total_ptr, coef_ptr, factor_ptr, max_norm, inv_scale, ORDER)
+            _finish(
+                table_ptr, n_rows, total_ptr, coef_ptr, factor_ptr, max_norm, inv_scale, skip, ORDER
+            )  # fmt: skip
 
 
 @triton.jit(do_not_specialize_on_alignment=POINTERS)
@@ -269,7 +280,7 @@ def scale_kernel(
 def clip_kernel(
     addresses_ptr, entries_ptr, layouts_ptr, blocks_ptr, slots_ptr, counters_ptr,
     empties_ptr, n_empties: "i64", table_ptr, n_rows: "i64", total_ptr, coef_ptr, factor_ptr,
-    max_norm_ptr, max_norm_bits: "i64", inv_scale_ptr, inv_scale_bits: "i64",
+    max_norm_ptr, max_norm_bits: "i64", inv_scale_ptr, inv_scale_bits: "i64", skip: "i64",
     ORDER: tl.constexpr, DTYPE: tl.constexpr,
 ):  # fmt: skip
     """Both passes, for a cooperative launch: every block waits until the last one has finished.
@@ -287,7 +298,9 @@ def clip_kernel(
     if _is_last(counters_ptr + TICKET, tl.num_programs(0)):
         max_norm = _scalar(max_norm_ptr, max_norm_bits)
         inv_scale = _scalar(inv_scale_ptr, inv_scale_bits)
-        _finish(table_ptr, n_rows, total_ptr, coef_ptr, factor_ptr, max_norm, inv_scale, ORDER)
+        _finish(
+            table_ptr, n_rows, total_ptr, coef_ptr, factor_ptr, max_norm, inv_scale, skip, ORDER
+        )  # fmt: skip
         tl.debug_barrier()
         tl.atomic_add(generation_ptr, 1, sem="release", scope="gpu")
     else:

@@ -121,3 +121,20 @@ def clip_with_inv_scale(
             _scaled(grads, case, len(grads) * [want * exact], share),
         )
     return worst
+
+
+def clip_skipping(backend: Backend, case: Case, p: float, device: str) -> float:
+    """A non-finite element leaves every gradient as it was; without one, nothing is different."""
+    half = torch.tensor(0.5, dtype=torch.float64, device=device)
+    worst = 0.0
+    for inv_scale in (None, half):
+        total = expected_total(case, p, 1.0 if inv_scale is None else 0.5)
+        max_norm = total / 2 if math.isfinite(total) else 1.0
+        grads, plain = case.tensors(device), case.tensors(device)
+        table, _, coef = backend.clip_(grads, p, max_norm, inv_scale, skip=True)
+        backend.clip_(plain, p, max_norm, inv_scale)
+        if bool(table[:, compare.NAN : compare.INF + 1].sum() > 0):
+            plain = case.tensors(device)
+            worst = worst if coef == 1 else math.inf
+        worst = max(worst, _written(grads, plain))
+    return worst
