@@ -150,7 +150,8 @@ def test_many_processes_compile_once(logged_compiler: Path) -> None:
     assert len(answers) == 1
     assert Path(answers.pop().strip()).is_file()
     calls = [line for line in logged_compiler.read_text().splitlines() if line != "--version"]
-    assert len(calls) == len(_build.sources(_build.existing_source_dir())) + 1  # one more: the linker
+    n_sources = len(_build.sources(_build.existing_source_dir()))
+    assert len(calls) == n_sources + 1  # one more: the linker
 
 
 @needs_compiler

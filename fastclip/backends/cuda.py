@@ -24,15 +24,17 @@ def provide() -> Backend:
         raise Unavailable("this torch is built for ROCm, and these kernels are for NVIDIA GPUs")
     if not torch.cuda.is_available():
         raise Unavailable(f"{built_ahead()}, and torch finds no CUDA device here")
-    about = f"CUDA kernels, {_loaded()}"
-    backend = ListBackend(Operators(torch.ops.fastclip_cuda)).backend(
-        "cuda", frozenset({"cuda"}), about
-    )
+    about = description()
+    kernels = ListBackend(Operators(torch.ops.fastclip_cuda))
     try:
-        backend.measure([torch.zeros(1, device="cuda")], 2.0, None)
+        kernels.measure([torch.zeros(1, device="cuda")], 2.0, None)
     except RuntimeError as error:  # a driver that is too old for the library's cudart, say
-        raise Unavailable(f"{about}: they do not start: {error}") from error
-    return backend
+        raise Unavailable(f"{about}, but they do not start: {error}") from error
+    return kernels.backend("cuda", frozenset({"cuda"}), about)
+
+
+def description() -> str:
+    return f"CUDA kernels, {_loaded()}"
 
 
 def built_ahead() -> str:
