@@ -103,6 +103,12 @@ Tensor measured(const Pieces& pieces, Norm norm, double inv_scale, Row*& rows) {
   return table;
 }
 
+double total_norm(const Row* rows, int64_t n, Norm norm) {
+  double power = 0;
+  for (int64_t i = 0; i < n; ++i) power = combine_power(power, rows[i].power, norm);
+  return total_norm(power, norm);
+}
+
 bool all_finite(const Row* rows, int64_t n) {
   for (int64_t i = 0; i < n; ++i)
     if (rows[i].nan > 0 || rows[i].inf > 0) return false;
@@ -148,22 +154,20 @@ void clip_(StableIValue* stack, uint64_t, uint64_t) {
   const Inputs inputs = collect(grads, true);
   const int64_t n = inputs.refused < 0 ? grads.size() : 0;
   Tensor table = empty_table(0);
-  double total = 0, coef = 1, factor = 1;
+  double total = 0;
+  Factors by = {1, 1};
   if (inputs.refused < 0) {
     Row* rows;
     table = measured(inputs.pieces, norm, inv_scale, rows);
     total = total_norm(rows, n, norm);
-    if (!skip || all_finite(rows, n)) {
-      coef = coefficient(total, max_norm);
-      factor = coef * inv_scale;
-    }
-    if (factor != 1) cpu::scale(inputs.pieces, &factor, 0, threads());
+    by = factors(total, max_norm, inv_scale, skip && !all_finite(rows, n));
+    if (by.factor != 1) cpu::scale(inputs.pieces, &by.factor, 0, threads());
   }
   stack[0] = from(table);
   stack[1] = from(scalar(total, inputs.wide));
-  stack[2] = from(scalar(coef, true));
+  stack[2] = from(scalar(by.coef, true));
   stack[3] = from(inputs.refused);
-  stack[4] = from(factor != 1);
+  stack[4] = from(by.factor != 1);
 }
 
 // served(Tensor[] grads) -> Tensor: uint8 [n]
