@@ -103,7 +103,11 @@ std::string source_hash() { return FASTCLIP_SOURCE_HASH; }
 }  // namespace
 }  // namespace fastclip::cuda
 
-STABLE_TORCH_LIBRARY(FASTCLIP_CUDA_LIBRARY, m) {
+// The macros of torch paste the name: one more level replaces it before.
+#define FASTCLIP_LIBRARY(name, m) STABLE_TORCH_LIBRARY(name, m)
+#define FASTCLIP_LIBRARY_IMPL(name, key, m) STABLE_TORCH_LIBRARY_IMPL(name, key, m)
+
+FASTCLIP_LIBRARY(FASTCLIP_CUDA_LIBRARY, m) {
   m.def(
       "measure(Tensor[] grads, float p, Tensor? inv_scale, int stream)"
       " -> (Tensor table, int refused)");
@@ -118,7 +122,7 @@ STABLE_TORCH_LIBRARY(FASTCLIP_CUDA_LIBRARY, m) {
 }
 
 // For every device: it is the kernels that refuse a tensor, not the dispatcher.
-STABLE_TORCH_LIBRARY_IMPL(FASTCLIP_CUDA_LIBRARY, CompositeExplicitAutograd, m) {
+FASTCLIP_LIBRARY_IMPL(FASTCLIP_CUDA_LIBRARY, CompositeExplicitAutograd, m) {
   m.impl("measure", &fastclip::cuda::measure);
   m.impl("scale_", &fastclip::cuda::scale_);
   m.impl("clip_", &fastclip::cuda::clip_);
@@ -129,7 +133,7 @@ STABLE_TORCH_LIBRARY_IMPL(FASTCLIP_CUDA_LIBRARY, CompositeExplicitAutograd, m) {
 
 // Gradients of gradients are not defined, and the dispatcher's own fallback costs time on every
 // tensor.
-STABLE_TORCH_LIBRARY_IMPL(FASTCLIP_CUDA_LIBRARY, Autograd, m) {
+FASTCLIP_LIBRARY_IMPL(FASTCLIP_CUDA_LIBRARY, Autograd, m) {
   m.impl("measure", &fastclip::cuda::measure);
   m.impl("scale_", &fastclip::cuda::scale_);
   m.impl("clip_", &fastclip::cuda::clip_);
