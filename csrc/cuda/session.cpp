@@ -34,9 +34,7 @@ bool is_at(const Tensor& tensor, const Place& place) {
 Accepted accepted(const TensorList& grads) {
   int32_t index = -1;
   if (grads.size() > 0)
-    grads.with(0, [&](AtenTensorHandle tensor) {
-      STABLE_TORCH_ERROR_CODE_CHECK(aoti_torch_get_device_index(tensor, &index));
-    });
+    STABLE_TORCH_ERROR_CODE_CHECK(aoti_torch_get_device_index(grads[0], &index));
   return {served_device_type(), index, false};
 }
 
