@@ -99,22 +99,28 @@ class Addresses {
 
 }  // namespace
 
-TensorList::TensorList(StableIValue argument)
-    : list_(torch::stable::detail::to<StableListHandle>(argument)) {
+TensorList::TensorList(StableIValue argument) {
+  const auto list = torch::stable::detail::to<StableListHandle>(argument);
   size_t size;
-  STABLE_TORCH_ERROR_CODE_CHECK(torch_list_size(list_, &size));
-  size_ = int64_t(size);
+  STABLE_TORCH_ERROR_CODE_CHECK(torch_list_size(list, &size));
+  handles_.resize(size);
+  for (size_t i = 0; i < size; ++i) {
+    StableIValue element;
+    STABLE_TORCH_ERROR_CODE_CHECK(torch_list_get_item(list, i, &element));
+    handles_[i] = torch::stable::detail::to<AtenTensorHandle>(element);
+  }
+  torch_delete_list(list);
 }
 
-TensorList::~TensorList() { torch_delete_list(list_); }
+TensorList::~TensorList() {
+  for (AtenTensorHandle handle : handles_) aoti_torch_delete_tensor_object(handle);
+}
 
 Inputs collect(const TensorList& tensors, bool writable, const Accepted& accepted) {
   Inputs inputs;
   inputs.pieces.list.reserve(size_t(tensors.size()));
   for (int64_t i = 0; i < tensors.size(); ++i) {
-    const bool ok = tensors.with(
-        i, [&](AtenTensorHandle t) { return append(t, writable, accepted, inputs.pieces); });
-    if (!ok) {
+    if (!append(tensors[i], writable, accepted, inputs.pieces)) {
       inputs.refused = i;
       break;
     }
@@ -137,8 +143,7 @@ void mark_served(const TensorList& tensors, const Accepted& accepted, uint8_t* o
   Addresses addresses(tensors.size());
   Pieces pieces;
   for (int64_t i = 0; i < tensors.size(); ++i) {
-    const bool ok =
-        tensors.with(i, [&](AtenTensorHandle t) { return append(t, false, accepted, pieces); });
+    const bool ok = append(tensors[i], false, accepted, pieces);
     out[i] = ok && (pieces.list.back().numel == 0 || addresses.insert(pieces.list.back().data));
   }
 }

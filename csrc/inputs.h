@@ -3,6 +3,8 @@
 
 #include <torch/csrc/stable/library.h>
 
+#include <vector>
+
 #include "pieces.h"
 
 namespace fastclip {
@@ -16,24 +18,11 @@ class TensorList {
   TensorList(const TensorList&) = delete;
   TensorList& operator=(const TensorList&) = delete;
 
-  int64_t size() const { return size_; }
-
-  // f(AtenTensorHandle) for element i; the handle is valid during the call.
-  template <class F>
-  auto with(int64_t i, F f) const {
-    struct Owner {
-      AtenTensorHandle handle;
-      ~Owner() { aoti_torch_delete_tensor_object(handle); }
-    };
-    StableIValue element;
-    STABLE_TORCH_ERROR_CODE_CHECK(torch_list_get_item(list_, size_t(i), &element));
-    const Owner owner{torch::stable::detail::to<AtenTensorHandle>(element)};
-    return f(owner.handle);
-  }
+  int64_t size() const { return int64_t(handles_.size()); }
+  AtenTensorHandle operator[](int64_t i) const { return handles_[size_t(i)]; }
 
  private:
-  StableListHandle list_;
-  int64_t size_;
+  std::vector<AtenTensorHandle> handles_;  // whoever takes them out of the list has to delete them
 };
 
 // What the kernels of a device take, beside strided tensors of a dtype in Type with memory free of

@@ -2,10 +2,6 @@
 // whole or not at all: `refused` is the position of the first tensor that the kernels cannot take
 // as it is, -1 if there is none; when one is refused nothing has been touched and the tensors
 // returned are empty.
-#include <torch/csrc/stable/library.h>
-#include <torch/csrc/stable/tensor.h>
-#include <torch/headeronly/util/Exception.h>
-
 #include <algorithm>
 #include <optional>
 #include <string>
@@ -14,43 +10,10 @@
 #include "cpu/kernels.h"
 #include "cpu/passes.h"
 #include "inputs.h"
+#include "tensors.h"
 
 namespace fastclip {
 namespace {
-
-using torch::stable::Tensor;
-using torch::stable::detail::from;
-using torch::stable::detail::to;
-
-Norm norm_of(double p) {
-  if (p == 2) return Norm::kSquares;
-  if (p == 1) return Norm::kSum;
-  if (p == 0) return Norm::kCount;
-  STD_TORCH_CHECK(p == HUGE_VAL, "the kernels know the norm orders 0, 1, 2 and inf, got ", p);
-  return Norm::kMax;
-}
-
-Tensor empty(std::initializer_list<int64_t> sizes, int32_t dtype) {
-  // At most two dimensions here, contiguous.
-  const int64_t strides[2] = {sizes.size() == 2 ? sizes.begin()[1] : 1, 1};
-  AtenTensorHandle handle;
-  STABLE_TORCH_ERROR_CODE_CHECK(aoti_torch_empty_strided(int64_t(sizes.size()), sizes.begin(),
-                                                         strides, dtype,
-                                                         aoti_torch_device_type_cpu(), 0, &handle));
-  return Tensor(handle);
-}
-
-Tensor empty_table(int64_t rows) { return empty({rows, kColumns}, aoti_torch_dtype_float64()); }
-
-Tensor scalar(double value, bool wide) {
-  Tensor out = empty({}, wide ? aoti_torch_dtype_float64() : aoti_torch_dtype_float32());
-  if (wide) {
-    *static_cast<double*>(out.mutable_data_ptr()) = value;
-  } else {
-    *static_cast<float*>(out.mutable_data_ptr()) = float(value);
-  }
-  return out;
-}
 
 void run_parallel(int workers, void (*fn)(void*), void* ctx) {
   struct Call {
@@ -79,10 +42,8 @@ Inputs collect(const TensorList& grads, bool writable) {
 
 // Doubles that the host can read.
 const double* doubles(const Tensor& values, const char* name) {
-  int32_t dtype;
-  STABLE_TORCH_ERROR_CODE_CHECK(aoti_torch_get_dtype(values.get(), &dtype));
-  STD_TORCH_CHECK(dtype == aoti_torch_dtype_float64() && values.is_contiguous() && values.is_cpu(),
-                  name, " must be contiguous, float64 and on the CPU");
+  STD_TORCH_CHECK(is_contiguous_double(values) && values.is_cpu(), name,
+                  " must be contiguous, float64 and on the CPU");
   return static_cast<const double*>(values.const_data_ptr());
 }
 
@@ -101,6 +62,12 @@ Tensor measured(const Pieces& pieces, Norm norm, double inv_scale, Row*& rows) {
   if (inv_scale != 1)
     for (size_t i = 0; i < pieces.list.size(); ++i) unscale(rows[i], inv_scale, norm);
   return table;
+}
+
+double total_norm(const Row* rows, int64_t n, Norm norm) {
+  double power = 0;
+  for (int64_t i = 0; i < n; ++i) power = combine_power(power, rows[i].power, norm);
+  return total_norm(power, norm);
 }
 
 bool all_finite(const Row* rows, int64_t n) {
@@ -148,22 +115,20 @@ void clip_(StableIValue* stack, uint64_t, uint64_t) {
   const Inputs inputs = collect(grads, true);
   const int64_t n = inputs.refused < 0 ? grads.size() : 0;
   Tensor table = empty_table(0);
-  double total = 0, coef = 1, factor = 1;
+  double total = 0;
+  Factors by = {1, 1};
   if (inputs.refused < 0) {
     Row* rows;
     table = measured(inputs.pieces, norm, inv_scale, rows);
     total = total_norm(rows, n, norm);
-    if (!skip || all_finite(rows, n)) {
-      coef = coefficient(total, max_norm);
-      factor = coef * inv_scale;
-    }
-    if (factor != 1) cpu::scale(inputs.pieces, &factor, 0, threads());
+    by = factors(total, max_norm, inv_scale, skip && !all_finite(rows, n));
+    if (by.factor != 1) cpu::scale(inputs.pieces, &by.factor, 0, threads());
   }
   stack[0] = from(table);
   stack[1] = from(scalar(total, inputs.wide));
-  stack[2] = from(scalar(coef, true));
+  stack[2] = from(scalar(by.coef, true));
   stack[3] = from(inputs.refused);
-  stack[4] = from(factor != 1);
+  stack[4] = from(by.factor != 1);
 }
 
 // served(Tensor[] grads) -> Tensor: uint8 [n]
