@@ -1,7 +1,7 @@
 // The first pass: one row for each tensor, and by the last block what follows from them all.
 //
-// Precision. A thread adds 64 elements in float32, in eight sums of eight and these in a tree: 11
-// roundings at most, a relative error of 11 * 2^-24 = 6.6e-7 whatever the elements are, and half of
+// Precision. A thread adds 32 elements in float32, in four sums of eight and these in a tree: 10
+// roundings at most, a relative error of 10 * 2^-24 = 6e-7 whatever the elements are, and half of
 // that in a 2-norm. From there on everything is float64.
 #pragma once
 
@@ -13,30 +13,30 @@
 namespace fastclip::cuda {
 
 // A float32 sum of squares below this may have lost some to underflow, of which each is off by at
-// most 2^-150: 64 of them by 2^-144, far below 2^-24 of any sum that passes.
+// most 2^-150: 32 of them by 2^-145, far below 2^-24 of any sum that passes.
 constexpr double kSmallestSafeSum = 0x1p-100;
 
-// What a thread keeps of a short run of elements, beside the number of zeros.
+// What a thread keeps of a short run of elements.
 template <class T, Norm N>
 struct Run {
   using Product = typename T::Product;
-  static constexpr int kSums = sizeof(Product) == 4 ? 8 : 2;
-  static constexpr int kElements = 64;
+  static constexpr int kSums = sizeof(Product) == 4 ? 4 : 2;
+  static constexpr int kElements = 32;
   static constexpr int kTiles = kElements / (kLoads * T::kPerVector);
 
   Product sums[kSums] = {};
   Product largest = 0;
-  unsigned zeros = 0;
 
-  // `place`: of the vector among those that a thread loads at once.
-  __device__ void add(const Vector& v, int place) {
+  // `place`: of the vector among those that a thread loads at once. Zeros are counted in float32,
+  // where a comparison gives 1 or 0 and is added; an integer takes three instructions.
+  __device__ void add(const Vector& v, int place, float& zeros) {
 #pragma unroll
     for (int i = 0; i < T::kPerVector; ++i) {
       const Product x = T::get(v, i), magnitude = std::fabs(x);
       Product& sum = sums[(place * T::kPerVector + i) % kSums];
       sum = add_power<N>(sum, N == Norm::kSum ? magnitude : x);
       largest = std::fmax(largest, magnitude);  // drops NaN, which the sum keeps
-      zeros += x == 0;
+      zeros += x == 0 ? 1.0f : 0.0f;
     }
   }
 
@@ -55,18 +55,22 @@ struct Run {
   }
 };
 
+// What a thread keeps of a part. It has at most 2^22 of its elements, so that float32 counts.
 template <class T>
-using ThreadRow = RowOf<typename T::Product, unsigned>;
+struct Share {
+  RowOf<typename T::Product, unsigned> row;
+  float zeros;
+};
 
 // A tile, of which `left` vectors exist; p is this thread's first one, and they lie kThreads apart.
 template <class T, class Memory, Norm N>
-__device__ inline void add_tile(const Vector* p, int left, Run<T, N>& run) {
+__device__ inline void add_tile(const Vector* p, int left, Run<T, N>& run, float& zeros) {
   Vector v[kLoads];
   if (left >= kTileVectors) {
 #pragma unroll
     for (int i = 0; i < kLoads; ++i) v[i] = Memory::load(p + i * kThreads);
 #pragma unroll
-    for (int i = 0; i < kLoads; ++i) run.add(v[i], i);
+    for (int i = 0; i < kLoads; ++i) run.add(v[i], i, zeros);
     return;
   }
   const int mine = left - int(threadIdx.x);
@@ -75,12 +79,13 @@ __device__ inline void add_tile(const Vector* p, int left, Run<T, N>& run) {
     v[i] = mine > i * kThreads ? Memory::load(p + i * kThreads) : Vector{};
 #pragma unroll
   for (int i = 0; i < kLoads; ++i)
-    if (mine > i * kThreads) run.add(v[i], i);
+    if (mine > i * kThreads) run.add(v[i], i, zeros);
 }
 
-// A run again, each element in float64, with what is not finite counted.
+// A run again, each element in float64, with what is not finite counted. Its zeros have been.
 template <class T, class Memory, Norm N>
-__device__ inline void add_exactly(const Vector* p, int left, ThreadRow<T>& row) {
+__device__ inline void add_exactly(const Vector* p, int left, Share<T>& share) {
+  decltype(share.row) row = {};
 #pragma unroll 1
   for (int mine = left - int(threadIdx.x); mine > 0; mine -= kThreads, p += kThreads) {
     const auto* elements = reinterpret_cast<const typename T::Bits*>(p);
@@ -88,10 +93,12 @@ __device__ inline void add_exactly(const Vector* p, int left, ThreadRow<T>& row)
     for (int i = 0; i < T::kPerVector; ++i)
       add_element(row, T::value(Memory::load(elements + i)), N);
   }
+  row.zero = 0;
+  combine(share.row, row, N);
 }
 
 template <class T, class Memory, Norm N>
-__device__ inline void measure_span(const Span<T>& span, ThreadRow<T>& row) {
+__device__ inline void measure_span(const Span<T>& span, Share<T>& share) {
   constexpr int kRun = kTileVectors * Run<T, N>::kTiles;
   const Vector* p = span.vector(threadIdx.x);
 #pragma unroll 1
@@ -99,32 +106,33 @@ __device__ inline void measure_span(const Span<T>& span, ThreadRow<T>& row) {
     Run<T, N> run;
 #pragma unroll 1
     for (int tile = 0; tile < kRun && tile < left; tile += kTileVectors)
-      add_tile<T, Memory>(p + tile, left - tile, run);
+      add_tile<T, Memory>(p + tile, left - tile, run, share.zeros);
     const auto sum = run.sum();
     if (!run.holds(sum)) {
-      add_exactly<T, Memory, N>(p, left < kRun ? left : kRun, row);
+      add_exactly<T, Memory, N>(p, left < kRun ? left : kRun, share);
       continue;
     }
-    row.power += sum;
-    row.max_abs = std::fmax(row.max_abs, run.largest);
-    row.zero += run.zeros;
+    share.row.power += sum;
+    share.row.max_abs = std::fmax(share.row.max_abs, run.largest);
   }
   if (threadIdx.x < span.edges())
-    add_element(row, T::value(Memory::load(span.edge(threadIdx.x))), N);
+    add_element(share.row, T::value(Memory::load(span.edge(threadIdx.x))), N);
 }
 
 template <class T, class Memory, Norm N>
 __device__ inline RowOf<double, unsigned> measure_part(const Part& part, uint64_t address,
                                                        const DeviceLayout* layouts) {
-  ThreadRow<T> row = {};
+  Share<T> share = {};
   if (part.layout < 0) {
-    measure_span<T, Memory, N>(Span<T>(address, part), row);
+    measure_span<T, Memory, N>(Span<T>(address, part), share);
   } else {
 #pragma unroll 1
     for (uint32_t i = threadIdx.x; i < part.n; i += kThreads)
-      add_element(row, T::value(Memory::load(strided_element<T>(address, part, layouts, i))), N);
+      add_element(share.row, T::value(Memory::load(strided_element<T>(address, part, layouts, i))),
+                  N);
   }
-  return {row.power, row.max_abs, row.nan, row.inf, row.zero};
+  const auto& row = share.row;
+  return {row.power, row.max_abs, row.nan, row.inf, row.zero + unsigned(share.zeros)};
 }
 
 template <class Memory, Norm N>

@@ -12,10 +12,13 @@
 namespace fastclip::cuda {
 namespace {
 
-Tensor new_table(const Session& session, Call& call) {
-  Tensor table = empty_table(session.rows(), session.place());
-  call.table = static_cast<Row*>(table.mutable_data_ptr());
-  return table;
+Tensor new_table(const Session& session) {
+  return session.runs() ? empty_table(session.rows(), session.place()) : empty_table(0);
+}
+
+// For a kernel to fill in, if any runs.
+Tensor new_scalar(const Session& session, bool wide, double otherwise) {
+  return session.runs() ? empty_scalar(wide, session.place()) : scalar(otherwise, wide);
 }
 
 // measure(Tensor[] grads, float p, Tensor? inv_scale, int stream) -> (Tensor table, int refused)
@@ -24,11 +27,10 @@ void measure(StableIValue* stack, uint64_t, uint64_t) {
   const Norm norm = norm_of(to<double>(stack[1]));
   const auto inv_scale = to<std::optional<Tensor>>(stack[2]);
   const Session session(grads, false, to<int64_t>(stack[3]));
-  Tensor table = empty_table(0);
+  Tensor table = new_table(session);
   if (session.runs()) {
-    Call call = session.call(norm);
+    Call call = session.call(norm, static_cast<Row*>(table.mutable_data_ptr()));
     call.inv_scale = session.number(inv_scale, "inv_scale", 1);
-    table = new_table(session, call);
     session.launch(Kernel::kMeasure, call);
   }
   stack[0] = from(table);
@@ -44,19 +46,12 @@ void scale_(StableIValue* stack, uint64_t, uint64_t) {
   STD_TORCH_CHECK(n == 1 || n == grads.size(), "coef has ", n, " elements for ", grads.size(),
                   " gradients");
   if (session.runs()) {
-    Call call = session.call(Norm::kSquares);
+    Call call = session.call(Norm::kSquares, nullptr);
     call.factors = session.doubles(coef, "coef");
     call.factor_per_row = n > 1;
     session.launch(Kernel::kScale, call);
   }
   stack[0] = from(session.refused());
-}
-
-void launch_clip(const Session& session, Call call, bool writes) {
-  call.factors = call.tables.factor;
-  if (writes && session.cooperative()) return session.launch(Kernel::kClip, call);
-  session.launch(Kernel::kMeasure, call);
-  if (writes) session.launch(Kernel::kScale, call);
 }
 
 // clip_(Tensor(a!)[] grads, float p, float max_norm, Tensor? limit, Tensor? inv_scale, bool skip,
@@ -70,19 +65,18 @@ void clip_(StableIValue* stack, uint64_t, uint64_t) {
   const auto inv_scale = to<std::optional<Tensor>>(stack[4]);
   const bool skip = to<bool>(stack[5]);
   const Session session(grads, true, to<int64_t>(stack[6]));
-  Tensor table = empty_table(0), total = scalar(0, false), coef = scalar(1, true);
+  Tensor table = new_table(session);
+  Tensor total = new_scalar(session, session.wide(), 0);
+  Tensor coef = new_scalar(session, true, 1);
   if (session.runs()) {
-    Call call = session.call(norm);
+    Call call = session.call(norm, static_cast<Row*>(table.mutable_data_ptr()));
     call.max_norm = session.number(limit, "limit", max_norm);
     call.inv_scale = session.number(inv_scale, "inv_scale", 1);
-    call.wide = session.wide();
-    call.skip = skip;
-    table = new_table(session, call);
-    total = empty_scalar(call.wide, session.place());
-    coef = empty_scalar(true, session.place());
     call.total = total.mutable_data_ptr();
     call.coef = static_cast<double*>(coef.mutable_data_ptr());
-    launch_clip(session, call, limit || inv_scale || max_norm != HUGE_VAL);
+    call.wide = session.wide();
+    call.skip = skip;
+    session.clip(call, !limit && !inv_scale && max_norm == HUGE_VAL);
   }
   stack[0] = from(table);
   stack[1] = from(total);

@@ -89,9 +89,10 @@ void Session::send(int64_t first, int64_t n) const {
         stream_);
 }
 
-Call Session::call(Norm norm) const {
+Call Session::call(Norm norm, Row* table) const {
   Call call = {};
   call.tables = plan_->on_device;
+  call.table = table;
   call.max_norm.value = HUGE_VAL;
   call.inv_scale.value = 1;
   call.rows = int32_t(rows());
@@ -115,6 +116,13 @@ Number Session::number(const std::optional<Tensor>& tensor, const char* name, do
 
 void Session::launch(Kernel kernel, const Call& call) const {
   cuda::launch({kernel, plan_->blocks(), call, addresses_.data(), int(addresses_.size()), stream_});
+}
+
+void Session::clip(Call call, bool measures_only) const {
+  call.factors = call.tables.factor;
+  if (!measures_only && plan_->cooperative()) return launch(Kernel::kClip, call);
+  launch(Kernel::kMeasure, call);
+  if (!measures_only) launch(Kernel::kScale, call);
 }
 
 }  // namespace fastclip::cuda

@@ -25,14 +25,15 @@ class Session {
   bool runs() const { return inputs_.refused < 0 && !inputs_.pieces.list.empty(); }
   bool wide() const { return inputs_.wide; }
   int64_t rows() const { return int64_t(inputs_.pieces.list.size()); }
-  bool cooperative() const { return plan_->cooperative(); }
   Place place() const { return place_; }
 
-  Call call(Norm norm) const;  // with the tables filled in
+  Call call(Norm norm, Row* table) const;
   Number number(const std::optional<Tensor>& tensor, const char* name, double absent) const;
   // Doubles on the device.
   const double* doubles(const Tensor& values, const char* name) const;
   void launch(Kernel kernel, const Call& call) const;
+  // Both passes, or the first alone if nothing can have to be written.
+  void clip(Call call, bool measures_only) const;
 
  private:
   void find_plan();
