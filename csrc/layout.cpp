@@ -2,7 +2,7 @@
 
 #include "pieces.h"
 
-namespace fastclip::cpu {
+namespace fastclip {
 
 bool make_layout(const int64_t* sizes, const int64_t* strides, int64_t dim, Layout& layout) {
   struct Dim {
@@ -36,4 +36,4 @@ bool make_layout(const int64_t* sizes, const int64_t* strides, int64_t dim, Layo
   return true;
 }
 
-}  // namespace fastclip::cpu
+}  // namespace fastclip

@@ -1,14 +1,14 @@
-// The gradient list as the passes see it, and the passes over it. No torch header here or below:
-// this is plain C++ that a test can drive without torch.
+// The gradient list as the passes of every device see it. No torch header here: this is plain C++
+// that a test can drive without torch.
 #pragma once
 
 #include <array>
 #include <cstdint>
 #include <vector>
 
-#include "kernels.h"
+#include "types.h"
 
-namespace fastclip::cpu {
+namespace fastclip {
 
 // Dimensions of more than one element, outermost (largest stride) first, neighbours merged. Strides
 // in elements, all positive. A dense tensor in any order of its dimensions has one dimension of
@@ -38,20 +38,4 @@ struct Pieces {
   std::vector<Layout> layouts;
 };
 
-// Runs fn(ctx) on up to `workers` threads at once and returns when all have returned. Provided by
-// whoever links this: the operators use torch's pool, so that torch.set_num_threads holds.
-using Parallel = void (*)(int workers, void (*fn)(void*), void* ctx);
-
-struct Threads {
-  int count;
-  Parallel run;
-};
-
-// Fills rows[0 .. pieces.list.size()). The same bits for every number of threads.
-void measure(const Pieces& pieces, Norm norm, const Threads& threads, Row* rows);
-
-// Multiplies piece i by coefs[i * stride]; a coefficient that is 1 in the type of the product
-// writes nothing. Runs backwards through memory, to meet what measure() has left in the caches.
-void scale(const Pieces& pieces, const double* coefs, int64_t stride, const Threads& threads);
-
-}  // namespace fastclip::cpu
+}  // namespace fastclip

@@ -2,7 +2,7 @@
 
 #include <torch/csrc/stable/tensor.h>
 
-namespace fastclip::cpu {
+namespace fastclip {
 namespace {
 
 // The dispatcher's integer codes are those of the running torch, known only at run time.
@@ -16,12 +16,16 @@ int type_of(AtenTensorHandle tensor) {
   return -1;
 }
 
-bool is_strided_cpu(AtenTensorHandle tensor) {
-  static const int32_t cpu = aoti_torch_device_type_cpu(), strided = aoti_torch_layout_strided();
+bool is_strided_on(AtenTensorHandle tensor, const Accepted& accepted) {
+  static const int32_t strided = aoti_torch_layout_strided();
   int32_t device, layout;
   STABLE_TORCH_ERROR_CODE_CHECK(aoti_torch_get_device_type(tensor, &device));
   STABLE_TORCH_ERROR_CODE_CHECK(aoti_torch_get_layout(tensor, &layout));
-  return device == cpu && layout == strided;
+  if (device != accepted.device_type || layout != strided) return false;
+  if (accepted.device_index < 0) return true;
+  int32_t index;
+  STABLE_TORCH_ERROR_CODE_CHECK(aoti_torch_get_device_index(tensor, &index));
+  return index == accepted.device_index;
 }
 
 char* data_of(AtenTensorHandle tensor, bool writable) {
@@ -44,8 +48,8 @@ bool layout_of(AtenTensorHandle tensor, Layout& layout) {
 }
 
 // False if the tensor is not served.
-bool append(AtenTensorHandle tensor, bool writable, Pieces& pieces) {
-  if (!is_strided_cpu(tensor)) return false;
+bool append(AtenTensorHandle tensor, bool writable, const Accepted& accepted, Pieces& pieces) {
+  if (!is_strided_on(tensor, accepted)) return false;
   const int type = type_of(tensor);
   if (type < 0) return false;
   int64_t numel;
@@ -61,8 +65,10 @@ bool append(AtenTensorHandle tensor, bool writable, Pieces& pieces) {
       pieces.layouts.push_back(layout);
     }
   }
-  pieces.list.push_back(
-      {numel > 0 ? data_of(tensor, writable) : nullptr, numel, Type(type), index});
+  char* data = numel > 0 ? data_of(tensor, writable) : nullptr;
+  if (!accepted.misaligned && reinterpret_cast<uintptr_t>(data) % uintptr_t(kTypeBytes[type]) != 0)
+    return false;
+  pieces.list.push_back({data, numel, Type(type), index});
   return true;
 }
 
@@ -93,51 +99,53 @@ class Addresses {
 
 }  // namespace
 
-TensorList::TensorList(StableIValue argument)
-    : list_(torch::stable::detail::to<StableListHandle>(argument)) {
+TensorList::TensorList(StableIValue argument) {
+  const auto list = torch::stable::detail::to<StableListHandle>(argument);
   size_t size;
-  STABLE_TORCH_ERROR_CODE_CHECK(torch_list_size(list_, &size));
-  size_ = int64_t(size);
+  STABLE_TORCH_ERROR_CODE_CHECK(torch_list_size(list, &size));
+  handles_.resize(size);
+  for (size_t i = 0; i < size; ++i) {
+    StableIValue element;
+    STABLE_TORCH_ERROR_CODE_CHECK(torch_list_get_item(list, i, &element));
+    handles_[i] = torch::stable::detail::to<AtenTensorHandle>(element);
+  }
+  torch_delete_list(list);
 }
 
-TensorList::~TensorList() { torch_delete_list(list_); }
-
-template <class F>
-auto TensorList::with(int64_t i, F f) const {
-  struct Owner {
-    AtenTensorHandle handle;
-    ~Owner() { aoti_torch_delete_tensor_object(handle); }
-  };
-  StableIValue element;
-  STABLE_TORCH_ERROR_CODE_CHECK(torch_list_get_item(list_, size_t(i), &element));
-  const Owner owner{torch::stable::detail::to<AtenTensorHandle>(element)};
-  return f(owner.handle);
+TensorList::~TensorList() {
+  for (AtenTensorHandle handle : handles_) aoti_torch_delete_tensor_object(handle);
 }
 
-Inputs collect(const TensorList& tensors, bool writable) {
+Inputs collect(const TensorList& tensors, bool writable, const Accepted& accepted) {
   Inputs inputs;
-  Addresses addresses(tensors.size());
   inputs.pieces.list.reserve(size_t(tensors.size()));
   for (int64_t i = 0; i < tensors.size(); ++i) {
-    const bool ok =
-        tensors.with(i, [&](AtenTensorHandle t) { return append(t, writable, inputs.pieces); });
-    const Piece* piece = ok ? &inputs.pieces.list.back() : nullptr;
-    if (!ok || (piece->numel > 0 && !addresses.insert(piece->data))) {
+    if (!append(tensors[i], writable, accepted, inputs.pieces)) {
       inputs.refused = i;
       break;
     }
-    inputs.wide |= piece->type == Type::kDouble;
+    inputs.wide |= inputs.pieces.list.back().type == Type::kDouble;
   }
   return inputs;
 }
 
-void served(const TensorList& tensors, uint8_t* out) {
+void refuse_repeated(Inputs& inputs) {
+  const std::vector<Piece>& list = inputs.pieces.list;
+  Addresses addresses(int64_t(list.size()));
+  for (size_t i = 0; i < list.size(); ++i) {
+    if (list[i].numel == 0 || addresses.insert(list[i].data)) continue;
+    inputs.refused = int64_t(i);
+    return;
+  }
+}
+
+void mark_served(const TensorList& tensors, const Accepted& accepted, uint8_t* out) {
   Addresses addresses(tensors.size());
   Pieces pieces;
   for (int64_t i = 0; i < tensors.size(); ++i) {
-    const bool ok = tensors.with(i, [&](AtenTensorHandle t) { return append(t, false, pieces); });
+    const bool ok = append(tensors[i], false, accepted, pieces);
     out[i] = ok && (pieces.list.back().numel == 0 || addresses.insert(pieces.list.back().data));
   }
 }
 
-}  // namespace fastclip::cpu
+}  // namespace fastclip

@@ -5,19 +5,23 @@
 #include <cstdint>
 #include <cstring>
 
+#include "portable.h"
+
 namespace {
 
 template <class To, class From>
-inline To bit_cast(From from) {
+FASTCLIP_HD inline To bit_cast(From from) {
   static_assert(sizeof(To) == sizeof(From), "bit_cast needs equal sizes");
   To to;
   std::memcpy(&to, &from, sizeof to);
   return to;
 }
 
-inline float bfloat16_to_float(uint16_t bits) { return bit_cast<float>(uint32_t(bits) << 16); }
+FASTCLIP_HD inline float bfloat16_to_float(uint16_t bits) {
+  return bit_cast<float>(uint32_t(bits) << 16);
+}
 
-inline float half_to_float(uint16_t bits) {
+FASTCLIP_HD inline float half_to_float(uint16_t bits) {
   const uint32_t sign = uint32_t(bits & 0x8000) << 16;
   const uint32_t exponent = bits & 0x7c00;
   uint32_t out = uint32_t(bits & 0x7fff) << 13;
@@ -35,13 +39,13 @@ inline float half_to_float(uint16_t bits) {
 }
 
 // Round to nearest, ties to even; NaN stays a (quiet) NaN.
-inline uint16_t float_to_bfloat16(float x) {
+FASTCLIP_HD inline uint16_t float_to_bfloat16(float x) {
   const uint32_t bits = bit_cast<uint32_t>(x);
   if (x != x) return uint16_t((bits >> 16) | 0x0040);
   return uint16_t((bits + 0x7fff + ((bits >> 16) & 1)) >> 16);
 }
 
-inline uint16_t float_to_half(float x) {
+FASTCLIP_HD inline uint16_t float_to_half(float x) {
   const uint32_t bits = bit_cast<uint32_t>(x);
   const uint32_t sign = (bits >> 16) & 0x8000;
   const uint32_t magnitude = bits & 0x7fffffff;

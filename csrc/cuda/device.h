@@ -1,0 +1,31 @@
+// The device as the host sees it. Errors are std::runtime_error; nothing here waits for the device.
+#pragma once
+
+#include "launch.h"
+#include "plan.h"
+
+namespace fastclip::cuda {
+
+// Makes a device the current one of this thread as long as this lives.
+class OnDevice {
+ public:
+  explicit OnDevice(int device);
+  ~OnDevice();
+  OnDevice(const OnDevice&) = delete;
+  OnDevice& operator=(const OnDevice&) = delete;
+
+ private:
+  int before_;
+};
+
+// Of the current device, which is given by its number.
+Limits limits_of(int device);
+
+bool is_capturing(void* stream);
+
+void launch(const Launch& launch);
+void store(uint64_t* target, const uint64_t* words, int64_t n, const Limits& limits, void* stream);
+
+int64_t launches();  // so far, by this process
+
+}  // namespace fastclip::cuda
