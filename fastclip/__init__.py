@@ -11,6 +11,7 @@ TYPE_CHECKING = False
 if TYPE_CHECKING:
     from fastclip import backends as backends
     from fastclip.backends import backend as backend
+    from fastclip.clipper import GradClipper as GradClipper
     from fastclip.functional import clip_grad_norm_ as clip_grad_norm_
     from fastclip.functional import clip_grad_value_ as clip_grad_value_
     from fastclip.functional import clip_grads_with_norm_ as clip_grads_with_norm_
@@ -22,6 +23,7 @@ if TYPE_CHECKING:
 __version__ = "0.1.0"
 
 __all__ = [
+    "GradClipper",
     "GradStats",
     "LayerStats",
     "__version__",
@@ -35,6 +37,7 @@ __all__ = [
 ]
 
 _HOME = {
+    "GradClipper": "clipper",
     "GradStats": "stats",
     "LayerStats": "stats",
     "backend": "backends",
