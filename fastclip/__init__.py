@@ -12,6 +12,7 @@ if TYPE_CHECKING:
     from fastclip import backends as backends
     from fastclip import rules as rules
     from fastclip.backends import backend as backend
+    from fastclip.clipper import GradClipper as GradClipper
     from fastclip.functional import clip_grad_norm_ as clip_grad_norm_
     from fastclip.functional import clip_grad_value_ as clip_grad_value_
     from fastclip.functional import clip_grads_with_norm_ as clip_grads_with_norm_
@@ -23,6 +24,7 @@ if TYPE_CHECKING:
 __version__ = "0.1.0"
 
 __all__ = [
+    "GradClipper",
     "GradStats",
     "LayerStats",
     "__version__",
@@ -39,6 +41,7 @@ __all__ = [
 _MODULES = frozenset({"backends", "rules"})
 
 _HOME = {
+    "GradClipper": "clipper",
     "GradStats": "stats",
     "LayerStats": "stats",
     "backend": "backends",

@@ -1,0 +1,253 @@
+"""The stateful step: measure, decide, clip, step."""
+
+import warnings
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from copy import copy
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.amp import GradScaler
+from torch.optim import Optimizer
+
+from fastclip import folding, passes, stepping
+from fastclip import table as tables
+from fastclip.functional import order
+from fastclip.gradients import Gradients, Listed, Parameters
+from fastclip.listing import Listing
+from fastclip.memory import Counters, Remembered
+from fastclip.policy import POLICIES, Policy
+from fastclip.rules import MaxNorm, Rule
+from fastclip.scaling import WithoutScaler, scale_of
+from fastclip.stats import GradStats
+from fastclip.step import Settings, Step
+
+VERSION = 1  # of the format of `state_dict`
+
+
+class GradClipper:
+    """Clip gradients, and take the optimizer's step or skip it.
+
+    >>> clipper = fastclip.GradClipper(model, max_norm=1.0)
+    >>> for inputs, targets in batches:
+    ...     loss_fn(model(inputs), targets).backward()
+    ...     stats = clipper.step(optimizer)  # instead of optimizer.step()
+    ...     optimizer.zero_grad()
+
+    One read of the gradients gives their norm, and `GradStats` of each. A step with NaN or infinite
+    gradients is not taken. With a fused optimizer of torch (``fused=True``) and one coefficient for
+    all gradients, the optimizer applies it and skips by itself: the gradients are not written
+    apart and the host never waits for the device.
+
+    With a ``torch.amp.GradScaler`` the loss scale is taken out in the same read and write:
+
+    >>> scaler.scale(loss).backward()
+    >>> stats = clipper.step(optimizer, scaler=scaler)  # instead of unscale_ and scaler.step
+    >>> scaler.update()
+
+    Args:
+        parameters: a Tensor, an iterable of Tensors or of ``(name, Tensor)`` pairs, or an
+            ``nn.Module``. A module is read again at every step, an iterable is listed once.
+        max_norm: the threshold for the norm of all gradients: a number of at least 0, a one-element
+            Tensor, or a function from the number of steps so far to a number. 1 if neither it nor
+            `rule` is given.
+        rule: another rule of `fastclip.rules` (or one's own) instead of a fixed threshold.
+        norm_type: the order p of the norm, any number or ``"inf"``.
+        nonfinite: what to do when an element is NaN or infinite:
+
+            - ``"skip"``: leave the gradients alone, and do not step;
+            - ``"zero"``: set those elements to 0, then clip and step;
+            - ``"error"``: raise `RuntimeError` naming the parameters, before anything is written;
+              this waits for the device at every step;
+            - ``"propagate"``: clip and step all the same, as torch does.
+
+    Raises:
+        TypeError: both `max_norm` and `rule` are given, or something is of a wrong type.
+        ValueError: `max_norm` is negative or NaN, or `norm_type` or `nonfinite` is unknown.
+    """
+
+    def __init__(
+        self,
+        parameters: Parameters,
+        max_norm: float | Tensor | Callable[[int], float] | None = None,
+        *,
+        rule: Rule | None = None,
+        norm_type: float | str = 2.0,
+        nonfinite: Policy = "skip",
+    ) -> None:
+        self._listing = Listing(parameters)
+        if nonfinite not in POLICIES:
+            known = ", ".join(map(repr, POLICIES))
+            raise ValueError(f"nonfinite must be one of {known}, got {nonfinite!r:.80}")
+        chosen = _rule(max_norm, rule)
+        self._settings = Settings(chosen, order(norm_type), nonfinite)
+        self._counters = Counters()
+        self._remembered = Remembered(chosen)
+        if chosen.per_tensor:
+            _require_distinct(self._listing.labels())
+
+    def clip_(
+        self,
+        optimizer: Optimizer | Sequence[Optimizer] | None = None,
+        scaler: GradScaler | None = None,
+    ) -> GradStats:
+        """Measure the gradients and rescale them in place.
+
+        With a `scaler`, the loss scale of all gradients of `optimizer` (one, or several whose
+        gradients have one global norm) is taken out as ``scaler.unscale_`` does; then call
+        ``scaler.step`` of each and ``scaler.update``. Gradients that the user has unscaled already
+        are just clipped. Without a scaler, `optimizer` changes nothing.
+
+        Raises:
+            TypeError: a `scaler` without `optimizer`, or a gradient is of an unsupported type.
+            RuntimeError: ``nonfinite="error"`` found a NaN or an infinity; the scaler's calls come
+                in a wrong order; or a gradient's elements share memory.
+            ValueError: an enabled scaler with ``nonfinite="zero"``; a gradient of none of the
+                optimizers given with a scaler; or a schedule gave a negative or NaN threshold.
+        """
+        loss_scale = scale_of(optimizer, scaler, self._settings.policy)
+        with torch.no_grad():
+            return self._advance(loss_scale, None)[0]
+
+    def step(self, optimizer: Optimizer, scaler: GradScaler | None = None) -> GradStats:
+        """Clip the gradients and take the optimizer's step, or skip it.
+
+        Replaces ``optimizer.step()``, or with a `scaler` ``scaler.step(optimizer)``; the call of
+        ``scaler.update()`` stays. Errors as in `clip_`.
+        """
+        if not hasattr(optimizer, "param_groups"):
+            raise TypeError(
+                f"step takes one optimizer, got {type(optimizer).__name__}; with several, clip_ "
+                "once and step each"
+            )
+        loss_scale = scale_of(optimizer, scaler, self._settings.policy)
+        stats, grad_scale = self._advance(loss_scale, optimizer)
+        skips = loss_scale.enabled or self._settings.policy == "skip"
+        stepping.take(optimizer, loss_scale, stats.found_inf if skips else None, grad_scale)
+        return stats
+
+    @torch.no_grad()
+    def measure(self) -> GradStats:
+        """The statistics that `clip_` would return; nothing is written, counted or remembered.
+
+        Never raises for elements that are not finite. Under ``nonfinite="zero"``, where there may
+        be such elements, this works on a copy of the gradients.
+        """
+        step = self._step(WithoutScaler(), copy(self._remembered))
+        return step.decide(dry=True).stats()
+
+    def counters(self) -> dict[str, Tensor]:
+        """`steps` (calls of `clip_` and `step`), `clipped`, `skipped` and `consecutive_skips` so
+        far: int64, 0-d, on the gradients' device.
+        """
+        return self._counters.read()
+
+    def state_dict(self) -> dict[str, Any]:
+        """Counters and the rule's state; of a rule per tensor by parameter name."""
+        return {
+            "version": VERSION,
+            "counters": self._counters.read(),
+            "rule": type(self._settings.rule).__name__,
+            "state": self._remembered.dump(),
+        }
+
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        """Go on from a `state_dict`. The options of the rule stay those of this clipper.
+
+        Parameters whose names are missing start afresh; a `UserWarning` lists names that are not
+        known here. Raises `ValueError`, with nothing changed, for another rule's state.
+        """
+        if state_dict.get("version") != VERSION:
+            version = state_dict.get("version")
+            raise ValueError(f"the state has version {version!r}, where {VERSION} is known")
+        if state_dict["rule"] != type(self._settings.rule).__name__:
+            raise ValueError(
+                f"the state is of the rule {state_dict['rule']}, and this clipper has "
+                f"{type(self._settings.rule).__name__}"
+            )
+        extra = self._remembered.load(state_dict["state"], self._listing.labels())
+        self._counters.load(state_dict["counters"])
+        if extra:
+            warnings.warn(
+                "the state has parameters that this clipper does not have: " + ", ".join(extra),
+                stacklevel=2,
+            )
+
+    def _step(self, loss_scale: WithoutScaler, remembered: Remembered) -> Step:
+        parameters, names = self._listing.read()
+        listed = Listed([parameter.grad for parameter in parameters], names)
+        loss_scale.add_others(parameters, listed)
+        return Step(
+            self._settings,
+            self._counters.steps,
+            parameters,
+            listed,
+            loss_scale,
+            self._measure,
+            remembered.rows,
+        )
+
+    def _measure(self, listed: Listed, inv_scale: Tensor | None) -> tuple[Gradients, Tensor]:
+        """The one read of the gradients."""
+        p = self._settings.p
+        if not listed.grads:
+            return Gradients.of_rows(()), tables.empty(p, 0, torch.device("cpu"))
+        found, table = passes.active().measure(listed, p, inv_scale)
+        return found, table
+
+    @torch.no_grad()
+    def _advance(
+        self, loss_scale: WithoutScaler, optimizer: Optimizer | None
+    ) -> tuple[GradStats, Tensor | None]:
+        """One step up to the optimizer's, and what that is to divide the gradients by, if it is."""
+        step = self._step(loss_scale, self._remembered)
+        folds = optimizer is not None and self._folds(optimizer, step)
+        grad_scale = None
+        if not folds and step.at_once:
+            decided = step.clip_at_once_()
+        else:
+            decided = step.decide()
+            if folds and folding.suits(decided.found, step.listed):
+                grad_scale = decided.leave_(step.listed)
+            else:
+                decided.write_()
+        stats = decided.stats()
+        loss_scale.record(decided.bad)
+        if decided.found.names:  # else the rule was not asked
+            self._remembered.keep(decided.decision.state)
+        self._counters.count(stats.clipped, stats.skipped)
+        return stats, grad_scale
+
+    def _folds(self, optimizer: Optimizer, step: Step) -> bool:
+        return (
+            len(step.listed.grads) > 0
+            and not self._settings.rule.per_tensor
+            and folding.honours(optimizer)
+            and folding.covers(optimizer, step.parameters)
+        )
+
+
+def _rule(max_norm: Any, rule: Any) -> Rule:
+    if rule is None:
+        return MaxNorm(1.0 if max_norm is None else max_norm)
+    if max_norm is not None:
+        raise TypeError("max_norm and rule are two ways to say when to clip: pass one of them")
+    if isinstance(rule, type):
+        raise TypeError(f"rule must be a rule, got the class {rule.__name__}: call it")
+    if not all(hasattr(rule, name) for name in ("per_tensor", "init", "decide")):
+        raise TypeError(
+            "rule must have per_tensor, init and decide, as those of fastclip.rules have; got "
+            f"{type(rule).__name__}"
+        )
+    return rule
+
+
+def _require_distinct(labels: Sequence[str]) -> None:
+    """Of a rule per tensor, which keeps its state by name."""
+    twice = [name for name, count in Counter(labels).items() if count > 1]
+    if twice:
+        raise ValueError(
+            f"the name {twice[0]!r} comes more than once in parameters, and this rule remembers "
+            "tensors by their names"
+        )
