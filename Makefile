@@ -43,7 +43,7 @@ $(OLDEST)/.installed: constraints.txt $(VENV)/.created
 # On a machine with a GPU, with whatever Python has a torch for it; of other packages: triton, numpy, pytest.
 GPU_PYTHON ?= python3
 test-gpu:
-	timeout 480 $(GPU_PYTHON) -m pytest -W default tests/triton_backend/gpu tests/test_cases.py -k 'gpu or triton'
+	timeout 480 $(GPU_PYTHON) -m pytest -W default tests/triton_backend/gpu tests/gpu tests/test_cases.py -k 'gpu or triton'
 
 bench-gpu:
 	timeout 480 $(GPU_PYTHON) -m benchmarks.gpu
