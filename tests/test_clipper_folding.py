@@ -117,7 +117,7 @@ def follow(ours: Parameters, step: Callable[[], Any], name: str) -> list[Any]:
         if number not in (0, 7):
             torch.nn.utils.clip_grad_norm_(theirs.values(), MAX_NORM)
             their_optimizer.step()
-        assert not training.far(ours, theirs, 1e-6), f"after step {number}"
+        training.near(ours, theirs, 1e-6, when=f"after step {number}")
     return results
 
 
@@ -173,7 +173,7 @@ def test_a_subclass_that_reads_its_gradients_finds_them_clipped(fused: bool) -> 
         clipper.step(made[0])
         torch.nn.utils.clip_grad_norm_(theirs.values(), MAX_NORM)
         made[1].step()
-    assert not training.far(ours, theirs, 1e-6)
+    training.near(ours, theirs, 1e-6)
 
 
 class Declared(Optimizer):
@@ -205,7 +205,7 @@ def test_a_class_that_declares_support_is_handed_the_coefficient() -> None:
     def step() -> Any:
         before.append(training.gradients(ours))
         stats = clipper.step(made)
-        assert not training.differences(training.gradients(ours), before[-1]), "no rescale pass"
+        training.same(training.gradients(ours), before[-1], when="no rescale pass")
         assert not hasattr(made, "grad_scale")
         assert not hasattr(made, "found_inf")
         return stats
@@ -233,7 +233,7 @@ def test_mixed_groups_are_not_handed_it() -> None:
         clipper.step(made[0])
         torch.nn.utils.clip_grad_norm_(theirs.values(), MAX_NORM)
         made[1].step()
-    assert not training.far(ours, theirs, 1e-6)
+    training.near(ours, theirs, 1e-6)
 
 
 def test_a_group_that_is_added_later() -> None:
@@ -251,7 +251,7 @@ def test_a_group_that_is_added_later() -> None:
         clipper.step(made[0])
         torch.nn.utils.clip_grad_norm_(theirs.values(), MAX_NORM)
         made[1].step()
-        assert not training.far(ours, theirs, 1e-6), f"after step {step}"
+        training.near(ours, theirs, 1e-6, when=f"after step {step}")
 
 
 @pytest.mark.parametrize("with_found_inf", [False, True])
@@ -276,7 +276,7 @@ def test_the_users_own_grad_scale(optimizer: str, outside: bool, with_found_inf:
         torch.nn.utils.clip_grad_norm_([theirs[name] for name in names], MAX_NORM)
         their_optimizer.step()
     assert own.item() == 4.0
-    assert not training.far(ours, theirs, 1e-6)
+    training.near(ours, theirs, 1e-6)
 
 
 @pytest.mark.parametrize("optimizer", ["adam-fused", "adagrad-fused"])
@@ -296,7 +296,7 @@ def test_the_users_own_found_inf(optimizer: str, bad: bool) -> None:
     clipper.step(made)
     assert made.found_inf is flag  # type: ignore[attr-defined]
     assert flag.item() == 1.0
-    assert not training.differences([training.values(params), made.state_dict()["state"]], before)
+    training.same([training.values(params), made.state_dict()["state"]], before)
 
 
 @pytest.mark.parametrize("own", [False, True])

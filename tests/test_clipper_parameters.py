@@ -108,7 +108,7 @@ def test_freezing_keeps_the_history_of_a_tensor(mode: str) -> None:
             got, want = getattr(stats, field), getattr(expected, field)
             got = got[stats.names.index("layer.bias")]
             want = want[expected.names.index("layer.bias")]
-            assert not training.differences(got, want), f"{field} at step {step}"
+            training.same(got, want, when=f"{field} at step {step}")
 
 
 def test_a_tensor_that_comes_late_has_a_warm_up_of_its_own() -> None:

@@ -43,7 +43,7 @@ def test_in_a_new_process(finished: dict[str, Any], rule: str, policy: str) -> N
     run.advance(0, STEPS)
     expected = run.save()
     expected["decided"] = expected["decided"][HALF:]
-    assert not training.differences(finished[f"{rule}-{policy}"], expected)
+    training.same(finished[f"{rule}-{policy}"], expected)
     assert training.counted(run.clipper)[0] == STEPS
     assert training.counted(run.clipper)[2] == (4 if policy == "skip" else 0)
 
@@ -58,7 +58,7 @@ def test_at_any_step(rule: str, half: int) -> None:
     again.load(run.save())
     again.advance(half, half + 15)
     whole.advance(0, half + 15)
-    assert not training.differences(
+    training.same(
         again.save() | {"decided": again.decided}, whole.save() | {"decided": whole.decided[half:]}
     )
 
@@ -75,8 +75,8 @@ def test_saving_and_loading_share_nothing(rule: str) -> None:
     other.clipper.load_state_dict(saved)
     run.advance(12, 24)
     again.advance(12, 18)
-    assert not training.differences(saved, before)
-    assert not training.differences(other.clipper.state_dict(), before)
+    training.same(saved, before)
+    training.same(other.clipper.state_dict(), before)
 
 
 def test_loading_goes_back() -> None:
@@ -88,7 +88,7 @@ def test_loading_goes_back() -> None:
     first = training.snapshot(run.decided[12:])
     run.load(saved)
     run.advance(12, 24)
-    assert not training.differences(run.decided[24:], first)
+    training.same(run.decided[24:], first)
 
 
 def clipper_of(names: list[str], rule: str) -> tuple[GradClipper, training.Parameters]:
@@ -136,7 +136,7 @@ def test_names_missing_from_the_saved_state_start_fresh() -> None:
     for step, found in enumerate(decide(*new, 20, 32)):
         (expected,) = decide(*old, 20 + step, 21 + step)
         for name in names:
-            assert not training.differences(found[name], expected[name]), name
+            training.same(found[name], expected[name], when=name)
         assert (found["new"][1].item() == max_norm) == (step < warmup)
 
 
@@ -153,7 +153,7 @@ def test_names_that_are_gone_are_named_in_a_warning() -> None:
     assert "layer" not in str(warned[0].message)
     for want, got in zip(decide(*old, 20, 26), decide(*new, 20, 26), strict=True):
         for name in names:
-            assert not training.differences(got[name], want[name]), name
+            training.same(got[name], want[name], when=name)
 
 
 @pytest.mark.parametrize("rule", training.ONE_COEFFICIENT)
@@ -162,7 +162,7 @@ def test_a_rule_without_tensors_of_its_own_warns_of_no_names(rule: str) -> None:
     old, new = clipper_of([*names, "gone"], rule), clipper_of(names, rule)
     decide(*old, 0, 8)
     new[0].load_state_dict(old[0].state_dict())
-    assert not training.differences(new[0].state_dict(), old[0].state_dict())
+    training.same(new[0].state_dict(), old[0].state_dict())
 
 
 @pytest.mark.parametrize("rule", ["MaxNorm", "AdaGC", "LogZ"])
@@ -173,7 +173,7 @@ def test_the_state_of_another_rule_is_refused(rule: str) -> None:
     before = training.snapshot(other.clipper.state_dict())
     with pytest.raises((ValueError, RuntimeError), match=rf"(?s)(ZClip.*{rule}|{rule}.*ZClip)"):
         other.clipper.load_state_dict(run.clipper.state_dict())
-    assert not training.differences(other.clipper.state_dict(), before)
+    training.same(other.clipper.state_dict(), before)
 
 
 def test_unnamed_parameters_go_by_their_places() -> None:
@@ -181,4 +181,4 @@ def test_unnamed_parameters_go_by_their_places() -> None:
     old, new = (GradClipper(list(values.values()), rule=training.rule("AdaGC")) for _ in "ab")
     decide(old, values, 0, 12)
     new.load_state_dict(old.state_dict())
-    assert not training.differences(decide(new, values, 12, 20), decide(old, values, 12, 20))
+    training.same(decide(new, values, 12, 20), decide(old, values, 12, 20))

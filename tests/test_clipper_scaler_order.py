@@ -42,7 +42,7 @@ def test_already_stepped(optimizer: str, first: str, then: str) -> None:
         clipper.step(made, scaler) if then == "step" else clipper.clip_(made, scaler)
     assert "backward" in str(raised.value), "the message names the right order"
     state = [training.values(params), training.gradients(params), clipper.state_dict()]
-    assert not training.differences([*state, made.state_dict()["state"]], before)
+    training.same([*state, made.state_dict()["state"]], before)
     scaler.update()
     backward(params, grads, scaler)
     assert not clipper.step(made, scaler).skipped
@@ -64,7 +64,7 @@ def test_a_scaler_that_scaled_nothing(call: str) -> None:
     before = training.snapshot([training.values(params), training.gradients(params)])
     with pytest.raises(RuntimeError, match=r"scaler\.scale"):
         getattr(clipper, call)(made, make_scaler())
-    assert not training.differences([training.values(params), training.gradients(params)], before)
+    training.same([training.values(params), training.gradients(params)], before)
     assert training.counted(clipper) == (0, 0, 0, 0)
 
 
@@ -74,7 +74,7 @@ def test_clip_with_a_scaler_needs_the_optimizer() -> None:
     before = training.gradients(params)
     with pytest.raises(TypeError, match="optimizer"):
         clipper.clip_(scaler=scaler)
-    assert not training.differences(training.gradients(params), before)
+    training.same(training.gradients(params), before)
 
 
 @pytest.mark.parametrize("call", ["step", "clip_"])
@@ -85,7 +85,7 @@ def test_zero_would_hide_an_overflow_from_the_scaler(call: str) -> None:
     before = training.snapshot([training.values(params), training.gradients(params)])
     with pytest.raises(ValueError, match="zero"):
         getattr(clipper, call)(made, scaler)
-    assert not training.differences([training.values(params), training.gradients(params)], before)
+    training.same([training.values(params), training.gradients(params)], before)
 
 
 @pytest.mark.parametrize("call", ["step", "clip_"])
@@ -96,7 +96,7 @@ def test_error_raises_on_an_overflow(call: str) -> None:
     before = training.snapshot([training.values(params), training.gradients(params)])
     with pytest.raises(RuntimeError, match=r"layer\.weight"):
         getattr(clipper, call)(made, scaler)
-    assert not training.differences([training.values(params), training.gradients(params)], before)
+    training.same([training.values(params), training.gradients(params)], before)
     assert training.counted(clipper) == (0, 0, 0, 0)
 
 
@@ -115,13 +115,13 @@ def test_a_disabled_scaler(optimizer: str, policy: str) -> None:
         clippers[0].step(made[0], scaler)
         scaler.update()
         clippers[1].step(made[1])
-    assert not training.differences(training.values(ours), training.values(theirs))
+    training.same(training.values(ours), training.values(theirs))
     assert training.counted(clippers[0]) == training.counted(clippers[1])
     training.assign(ours, training.stream(1)[0])
     training.assign(theirs, training.stream(1)[0])
     clippers[0].clip_(made[0], scaler)
     clippers[1].clip_()
-    assert not training.differences(training.gradients(ours), training.gradients(theirs))
+    training.same(training.gradients(ours), training.gradients(theirs))
 
 
 @pytest.mark.parametrize("bad", [None, "layer.weight", "scale"])
@@ -151,7 +151,7 @@ def test_parameters_outside_the_clipper(optimizer: str, call: str, bad: str | No
         their_scaler.step(their_optimizer)
         their_scaler.update()
         assert our_scaler.state_dict() == their_scaler.state_dict(), f"step {step}"
-        assert not training.far(ours, theirs, RELATIVE), f"step {step}"
+        training.near(ours, theirs, RELATIVE, when=f"step {step}")
         assert stats.names == tuple(inside)
         assert bool(stats.skipped) == overflow == stats.found_inf.item()
     assert training.counted(clipper)[2] == 2 * (bad is not None)
@@ -174,7 +174,7 @@ def test_parameters_outside_the_optimizer(optimizer: str) -> None:
             got, want = ours[name].grad, theirs[name].grad
             torch.testing.assert_close(got, want, rtol=1e-6, atol=0)
         their_optimizer.step()
-        assert not training.far(ours, theirs, RELATIVE)
+        training.near(ours, theirs, RELATIVE)
 
 
 def split(params: Parameters) -> list[Parameters]:
@@ -213,7 +213,7 @@ def test_two_optimizers_under_one_norm(optimizer: str, unscaled: bool) -> None:
         their_scaler.update()
         assert bool(stats.skipped) == (step in (8, 9))
         assert our_scaler.get_scale() == their_scaler.get_scale(), f"step {step}"
-        assert not training.far(ours, theirs, RELATIVE), f"step {step}"
+        training.near(ours, theirs, RELATIVE, when=f"step {step}")
     assert training.counted(clipper)[0] == 30
 
 
@@ -242,4 +242,4 @@ def test_two_clippers_on_one_scaler(optimizer: str) -> None:
         their_scaler.update()
         assert skipped == [step in (8, 9), step == 9]
         assert our_scaler.get_scale() == their_scaler.get_scale(), f"step {step}"
-        assert not training.far(ours, theirs, RELATIVE), f"step {step}"
+        training.near(ours, theirs, RELATIVE, when=f"step {step}")

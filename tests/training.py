@@ -186,15 +186,29 @@ def differences(a: Any, b: Any, where: str = "") -> list[str]:
     return [] if type(a) is type(b) and a == b else [f"{where}: {a!r} is not {b!r}"]
 
 
-def far(a: Mapping[str, Tensor], b: Mapping[str, Tensor], relative: float) -> list[str]:
-    """Which of a are further from b than `relative` times b's norm, in words."""
-    found = []
-    for name, expected in b.items():
-        want, got = expected.detach().double(), a[name].detach().double()
-        error, size = float((got - want).norm()), float(want.norm())
-        if not error <= relative * size:  # NaN too
-            found.append(f"{name}: {error:.3e} off a norm of {size:.3e}")
-    return found + [f"{name}: on one side only" for name in a.keys() ^ b.keys()]
+def same(a: Any, b: Any, when: str = "") -> None:
+    """Asserts that two nested states are bitwise the same."""
+    __tracebackhide__ = True
+    found = differences(a, b)
+    assert not found, "\n".join([when, *found])
+
+
+def near(a: Mapping[str, Tensor], b: Mapping[str, Tensor], relative: float, when: str = "") -> None:
+    """Asserts that a is no further from b than `relative`.
+
+    Parameters as one vector, and the moments of one name, ``"0.exp_avg"`` and ``"1.exp_avg"``, too:
+    a single number of either may be anywhere near 0 by cancellation.
+    """
+    __tracebackhide__ = True
+    assert a.keys() == b.keys(), f"{when}: {sorted(a.keys() ^ b.keys())} on one side only"
+    kinds: dict[str, list[str]] = {}
+    for name in b:
+        kinds.setdefault(name.split(".")[1] if name[0].isdigit() else "all", []).append(name)
+    for kind, names in kinds.items():
+        error = total([a[name].detach().double() - b[name].detach().double() for name in names])
+        size = total([b[name].detach() for name in names])
+        # false for NaN too
+        assert error <= relative * size, f"{when}: {kind} {error:.3e} off a norm of {size:.3e}"
 
 
 def moments(made: Optimizer) -> dict[str, Tensor]:

@@ -114,8 +114,8 @@ def test_agrees_with_torch(optimizer: str) -> None:
         training.assign(theirs, grads)
         torch.nn.utils.clip_grad_norm_(theirs.values(), 5.0)
         made[1].step()
-    assert not training.far(ours, theirs, 1e-6)
-    assert not training.far(training.moments(made[0]), training.moments(made[1]), 1e-6)
+    training.near(ours, theirs, 1e-6)
+    training.near(training.moments(made[0]), training.moments(made[1]), 1e-6)
 
 
 @pytest.mark.parametrize("rule", training.RULES)
@@ -136,8 +136,8 @@ def test_state_moves_to_the_gpu_when_it_is_loaded(rule: str) -> None:
             stats = made.clip_()
             assert stats.coef.device.type == "cuda"
             decided.append([stats.coef, stats.threshold])
-        assert not training.differences(*decided)
-    assert not training.differences(clipper.state_dict(), other.state_dict())
+        training.same(*decided)
+    training.same(clipper.state_dict(), other.state_dict())
 
 
 def _on_host(tree: Any) -> Any:
