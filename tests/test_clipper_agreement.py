@@ -17,7 +17,7 @@ STEPS = 200
 RELATIVE = 1e-6
 
 # All optimizers with one rule; with the others those whose state differs in kind.
-KINDS = ("adam-", "momentum-", "dampening-", "adagrad-", "rmsprop-")
+KINDS = ("adam-", "momentum-", "adagrad-")
 PAIRS = [
     (rule, optimizer)
     for rule in ONE_COEFFICIENT
@@ -56,7 +56,7 @@ def test_one_coefficient(rule: str, optimizer: str) -> None:
         assert stats.total_norm.item() == pytest.approx(norm, rel=1e-6)
         assert stats.coef.item() == pytest.approx(after / norm, rel=2e-6)
         assert stats.clipped.item() == (stats.coef.item() < 1)
-        clipped += stats.clipped.item()
+        clipped += bool(stats.clipped)
     assert STEPS // 20 < clipped < STEPS, "a test of both clipped and other steps"
     assert training.counted(clipper) == (STEPS, clipped, 0, 0)
     compare((ours, our_optimizer), (theirs, their_optimizer), RELATIVE)
@@ -83,7 +83,7 @@ def test_a_coefficient_per_tensor(rule: str, optimizer: str) -> None:
             expected = [training.total([a]) / training.total([b]) for a, b in norms]
             assert stats.coef.tolist() == pytest.approx(expected, rel=2e-6)
         assert stats.clipped.item() == (stats.coef.min().item() < 1)
-        clipped += stats.clipped.item()
+        clipped += bool(stats.clipped)
     assert STEPS // 20 < clipped <= STEPS
     assert training.counted(clipper) == (STEPS, clipped, 0, 0)
     compare((ours, our_optimizer), (theirs, their_optimizer), RELATIVE)
@@ -209,11 +209,7 @@ def test_clip_and_then_the_optimizer(optimizer: str) -> None:
         training.assign(theirs, grads)
         clipper.clip_() if step % 2 else clipper.clip_(optimizer=our_optimizer)
         torch.nn.utils.clip_grad_norm_(theirs.values(), 5.0)
-        training.near(
-            {n: g for n, g in training.gradients(ours).items() if g is not None},
-            {n: g for n, g in training.gradients(theirs).items() if g is not None},
-            RELATIVE,
-        )
+        training.near(training.gradients(ours), training.gradients(theirs), RELATIVE)
         our_optimizer.step()
         their_optimizer.step()
     assert training.counted(clipper)[0] == 40

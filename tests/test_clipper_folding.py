@@ -3,6 +3,7 @@
 Each test compares parameters after steps with torch's: clip, then step.
 """
 
+import functools
 import math
 import types
 from collections.abc import Callable
@@ -40,19 +41,19 @@ class Accelerated(Optimizer):
     def __init__(self, inner: Optimizer) -> None:
         self.inner = inner
 
-    @property  # type: ignore[override]
+    @property
     def param_groups(self) -> list[dict[str, Any]]:  # type: ignore[override]
         return self.inner.param_groups
 
-    @property  # type: ignore[override]
+    @property
     def state(self) -> Any:  # type: ignore[override]
         return self.inner.state
 
-    @property  # type: ignore[override]
+    @property
     def defaults(self) -> Any:  # type: ignore[override]
         return self.inner.defaults
 
-    def step(self, closure: Any = None) -> None:
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
         self.inner.step(closure)
 
 
@@ -87,6 +88,17 @@ def patched(inner: Any) -> Any:
     return inner
 
 
+class Named:
+    """A step that bears the inner one's name and docstring, which `wraps` gives it, and no more."""
+
+    def __init__(self, inner: Optimizer) -> None:
+        self.inner = inner
+        self.step = functools.wraps(inner.step)(lambda closure=None: inner.step(closure))
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.inner, name)
+
+
 def hooked(inner: Optimizer) -> Optimizer:
     inner.register_step_pre_hook(lambda optimizer, args, kwargs: None)
     inner.register_step_post_hook(lambda optimizer, args, kwargs: None)
@@ -102,6 +114,7 @@ WRAPPERS: dict[str, Callable[[Any], Any]] = {
     "scheduled": scheduled,
     "patched": patched,
     "hooked": hooked,
+    "wraps": Named,
 }
 
 
@@ -162,6 +175,25 @@ class Rescaling(AdamW):
         return super().step(closure)
 
 
+class Documented(torch.optim.SGD):
+    """A step of its own with the docstring of SGD's."""
+
+    @functools.wraps(torch.optim.SGD.step)
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        with torch.no_grad():
+            for group in self.param_groups:
+                for parameter in group["params"]:
+                    parameter.sub_(group["lr"] * parameter.grad)
+
+
+def test_a_subclass_that_wraps_the_step_it_replaces() -> None:
+    ours = training.parameters()
+    values = list(ours.values())
+    groups: list[dict[str, Any]] = [{"params": values[:1], "lr": 0.02}, {"params": values[1:]}]
+    made, clipper = Documented(groups, lr=0.01, fused=True), training.clipper(ours)
+    follow(ours, lambda: clipper.step(made), "sgd-fused")
+
+
 @pytest.mark.parametrize("fused", [False, True])
 def test_a_subclass_that_reads_its_gradients_finds_them_clipped(fused: bool) -> None:
     ours, theirs = training.parameters(), training.parameters()
@@ -188,7 +220,7 @@ class Declared(Optimizer):
         self.given: list[tuple[Tensor, Tensor]] = []
 
     @torch.no_grad()
-    def step(self, closure: Any = None) -> None:
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
         self.given.append((self.grad_scale, self.found_inf))
         for group in self.param_groups:
             for parameter in group["params"]:
@@ -322,7 +354,7 @@ def test_attributes_are_put_back_when_the_step_raises(own: bool) -> None:
 def test_the_optimizer_steps_once(mode: str) -> None:
     params = training.parameters()
     made = training.optimizer(f"adam-{mode}", params)
-    calls = []
+    calls: list[None] = []
     made.register_step_post_hook(lambda optimizer, args, kwargs: calls.append(None))
     clipper = training.clipper(params)
     for number, grads in enumerate(training.stream(4)):

@@ -1,6 +1,8 @@
 """What a clipper can be made of, and what it clips when the model changes under it."""
 
+import copy
 import math
+import pickle
 import re
 from collections.abc import Callable
 from typing import Any
@@ -126,8 +128,8 @@ def test_a_tensor_that_comes_late_has_a_warm_up_of_its_own() -> None:
 
 def test_the_same_parameter_twice() -> None:
     made = nn.ModuleDict({"a": nn.Linear(2, 2, bias=False), "b": nn.Linear(2, 2, bias=False)})
-    a, b = (made[name] for name in "ab")
-    b.weight = a.weight
+    a: Any = made["a"]
+    made["b"].weight = a.weight
     a.weight.grad = torch.full((2, 2), 5.0)
     stats = GradClipper(made, 1.0).clip_()
     assert stats.total_norm.item() == 10.0
@@ -185,15 +187,17 @@ def test_a_schedule_goes_on_after_loading() -> None:
     assert second.clip_().threshold.item() == 2.0
 
 
-def test_a_schedule_that_gives_no_threshold_changes_nothing() -> None:
-    params = parameters(floats(30.0))
-    clipper = GradClipper(params, lambda step: 1.0 - step)
+@pytest.mark.parametrize("policy", training.POLICIES)
+def test_a_schedule_that_gives_no_threshold_changes_nothing(policy: Any) -> None:
+    params = parameters(floats(30.0, 40.0))
+    clipper = GradClipper(params, lambda step: 1.0 - step, nonfinite=policy)
     clipper.clip_()
     clipper.clip_()
-    params[0].grad = floats(30.0)
+    params[0].grad = floats(30.0, 40.0 if policy == "error" else math.nan)
+    before = params[0].grad.clone()
     with pytest.raises(ValueError, match=r"-1"):
         clipper.clip_()
-    assert params[0].grad.item() == 30.0
+    training.same(params[0].grad, before)
     assert training.counted(clipper)[0] == 2
 
 
@@ -228,12 +232,12 @@ def test_bad_arguments(options: dict[str, Any], error: type[Exception], message:
 
 def test_options_are_keywords() -> None:
     with pytest.raises(TypeError):
-        GradClipper(parameters(floats(1.0)), 1.0, MaxNorm(1.0))  # type: ignore[misc]
+        GradClipper(parameters(floats(1.0)), 1.0, MaxNorm(1.0))  # type: ignore[call-arg]
 
 
 @pytest.mark.parametrize("policy", training.POLICIES)
 @pytest.mark.parametrize("bad", [torch.ones(2, dtype=torch.int32), torch.tensor(True)], ids=str)
-def test_gradients_that_cannot_be_clipped(policy: str, bad: Tensor) -> None:
+def test_gradients_that_cannot_be_clipped(policy: Any, bad: Tensor) -> None:
     params = [("good", parameters(floats(3.0))[0]), ("wrong", parameters(bad)[0])]
     params[1][1].grad = bad
     clipper = GradClipper(params, 1.0, nonfinite=policy)
@@ -254,6 +258,29 @@ def test_accumulated_gradients_are_clipped_once() -> None:
     stats = clipper.step(made)
     together = {name: a[name] + b[name] for name in a}
     assert stats.total_norm.item() == pytest.approx(training.total(together), rel=1e-6)
+
+
+@pytest.mark.parametrize("rule", training.RULES)
+def test_copies(rule: str) -> None:
+    """Of a model and its clipper together; neither of the two then knows of the other."""
+    made, grads = nn.Linear(3, 2), [torch.rand(2, 3) * 9 for _ in range(8)]
+    clipper = GradClipper(made, rule=training.rule(rule))
+
+    def go_on(module: nn.Linear, own: GradClipper, some: list[Tensor]) -> list[Any]:
+        decided = []
+        for grad in some:
+            module.weight.grad = grad.clone()
+            stats = own.clip_()
+            decided.append([stats.threshold, stats.coef])
+        return decided
+
+    go_on(made, clipper, grads[:4])
+    for copied in (copy.deepcopy, lambda pair: pickle.loads(pickle.dumps(pair))):
+        twin, own = copied((made, clipper))
+        expected = go_on(twin, own, grads[4:])
+        training.same(go_on(*copy.deepcopy((made, clipper)), grads[4:]), expected)
+        assert training.counted(own)[0] == 8
+        assert training.counted(clipper)[0] == 4
 
 
 def test_public_names() -> None:

@@ -27,7 +27,8 @@ def finished(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
         run.advance(0, HALF)
         halves[f"{rule}-{policy}"] = run.save()
     torch.save(halves, folder / "half.pt")
-    command = [sys.executable, "-m", "tests.resuming", folder / "half.pt", folder / "whole.pt"]
+    files = [str(folder / name) for name in ("half.pt", "whole.pt")]
+    command = [sys.executable, "-m", "tests.resuming", *files]
     done = subprocess.run(
         command, cwd=ROOT, capture_output=True, text=True, timeout=300, check=False
     )

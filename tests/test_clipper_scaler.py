@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Iterable
+from typing import Any
 
 import pytest
 import torch
@@ -9,14 +10,13 @@ from torch import Tensor
 from torch.amp import GradScaler
 from torch.optim import Optimizer
 
-import fastclip
 from fastclip import GradClipper
 from tests import training
-from tests.training import BAD, FUSIBLE, MODES, backward, make_scaler
+from tests.training import BAD, FUSED, backward, make_scaler
 
 MAX_NORM = 5.0
 RELATIVE = 1e-6
-OPTIMIZERS = [f"{name}-{mode}" for name in FUSIBLE for mode in MODES] + ["rmsprop-foreach"]
+OPTIMIZERS = [*FUSED, "adam-foreach", "momentum-foreach", "dampening-loop", "rmsprop-foreach"]
 SOME = ["adam-fused", "momentum-fused", "adagrad-fused", "adamw-foreach", "momentum-loop"]
 
 
@@ -32,7 +32,7 @@ def torch_step(
 class Pair:
     """The same training twice: with a clipper, and as torch's documentation has it."""
 
-    def __init__(self, optimizer: str, scale: float = 2.0**13, policy: str = "skip") -> None:
+    def __init__(self, optimizer: str, scale: float = 2.0**13, policy: Any = "skip") -> None:
         self.ours, self.theirs = training.parameters(), training.parameters()
         self.our_optimizer = training.optimizer(optimizer, self.ours)
         # torch's fused SGD has garbage for momentum once its first step was skipped
@@ -76,7 +76,8 @@ def test_300_steps_of_fp16(optimizer: str) -> None:
         stats = pair.clipper.step(pair.our_optimizer, pair.our_scaler)
         pair.our_scaler.update()
         pair.torch_step()
-        pair.compare(step)
+        if overflow or step % 10 == 0:
+            pair.compare(step)
         skipped += overflow
         assert bool(stats.skipped) == overflow == stats.found_inf.item()
         if not overflow:
@@ -89,6 +90,7 @@ def test_300_steps_of_fp16(optimizer: str) -> None:
         assert not training.nonfinite(pair.our_optimizer)
     assert skipped > len(injected), "the scale itself was to overflow too"
     assert (training.counted(pair.clipper)[0], training.counted(pair.clipper)[2]) == (300, skipped)
+    pair.compare(300)
 
 
 @pytest.mark.parametrize("scale", [1000.0, 3.0, 1.0, 2.0**-10, 2.0**40], ids=str)
@@ -121,8 +123,7 @@ def test_clip_and_then_the_scaler(optimizer: str) -> None:
             training.same(now, before, when="a skip leaves the scaled gradients")
             assert bool(stats.skipped)
         else:
-            held = ({k: g for k, g in side.items() if g is not None} for side in (now, theirs))
-            training.near(*held, RELATIVE)
+            training.near(now, theirs, RELATIVE)
         with pytest.raises(RuntimeError, match=r"unscale_\(\) has already been called"):
             pair.our_scaler.unscale_(pair.our_optimizer)
         for scaler, optimizer_ in (
@@ -178,7 +179,7 @@ def test_what_the_scaler_found_counts(optimizer: str) -> None:
 
 @pytest.mark.parametrize("optimizer", SOME)
 def test_propagate_is_torch(optimizer: str) -> None:
-    """The scaler still skips; gradients are what torch makes of them, but for a folded step."""
+    """The scaler skips such a step all the same."""
     pair = Pair(optimizer, policy="propagate")
     for step, grads in enumerate(training.stream(20, bad={0: math.nan, 9: math.inf})):
         pair.backward(grads)
@@ -187,10 +188,6 @@ def test_propagate_is_torch(optimizer: str) -> None:
         pair.torch_step()
         pair.compare(step)
         assert stats.found_inf.item() == float(step in (0, 9))
-        if "fused" not in optimizer and step in (0, 9):
-            ours, theirs = training.gradients(pair.ours), training.gradients(pair.theirs)
-            for name, grad in ours.items():
-                torch.testing.assert_close(grad, theirs[name], rtol=1e-6, atol=0, equal_nan=True)
 
 
 @pytest.mark.parametrize("optimizer", SOME)
@@ -210,6 +207,18 @@ def test_a_rule_of_its_own(optimizer: str) -> None:
             torch.testing.assert_close(a.threshold, b.threshold, rtol=1e-6, atol=0)
             torch.testing.assert_close(a.coef, b.coef, rtol=1e-6, atol=0)
     training.near(ours, theirs, 2e-6)
+
+
+@pytest.mark.parametrize("norm_type", [0.0, 1.0, 3.0, math.inf])
+def test_norm_types(norm_type: float) -> None:
+    params, scaler = training.parameters(), make_scaler()
+    made = training.optimizer("adam-fused", params)
+    clipper = GradClipper(params.items(), MAX_NORM, norm_type=norm_type)
+    for grads in training.stream(4):
+        backward(params, grads, scaler)
+        stats = clipper.step(made, scaler)
+        scaler.update()
+        assert stats.total_norm.item() == pytest.approx(training.total(grads, norm_type), rel=1e-6)
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
@@ -250,4 +259,46 @@ def test_half_gradients(dtype: torch.dtype, max_norm: float) -> None:
         assert our_scaler.get_scale() == their_scaler.get_scale()
         assert bool(stats.skipped) == (step == 4)
     assert our_scaler.get_scale() == 2.0**9
-    assert fastclip.grad_stats(ours.items()).found_inf.item() == 0.0
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("optimizer", ["adam-fused", "adagrad-fused"])
+def test_fused_steps_of_half_parameters(optimizer: str, dtype: torch.dtype) -> None:
+    """As the foreach optimizer's within the rounding of parameters in that dtype. Not SGD: torch's
+    fused one differs from its foreach one in half dtypes on the CPU, with no clipper at all."""
+    sides = training.parameters(dtype), training.parameters(dtype)
+    names = optimizer, optimizer.replace("fused", "foreach")
+    made = [training.optimizer(name, side) for name, side in zip(names, sides, strict=True)]
+    scalers, clippers = [make_scaler(2.0**6) for _ in sides], [training.clipper(s) for s in sides]
+    for step, grads in enumerate(training.stream(20, bad={0: math.nan, 9: math.inf})):
+        for i, side in enumerate(sides):
+            scale = scalers[i].scale(torch.ones(()))
+            training.assign(side, {name: grad * scale for name, grad in grads.items()})
+            skipped = bool(clippers[i].step(made[i], scalers[i]).skipped)
+            scalers[i].update()
+            assert skipped == (step in (0, 9))
+        assert scalers[0].state_dict() == scalers[1].state_dict()
+    training.near(*sides, 20 * torch.finfo(dtype).eps)
+
+
+@pytest.mark.parametrize("sparse", [False, True], ids=["dense", "sparse"])
+def test_an_embedding(sparse: bool) -> None:
+    """Gradients of rows that come twice, of a sparse one added up before they are measured."""
+    ours, theirs = (
+        torch.nn.Embedding(10, 4, sparse=sparse and s == "ours") for s in ("ours", "theirs")
+    )
+    ours.load_state_dict(theirs.state_dict())
+    made = [torch.optim.SGD(side.parameters(), lr=0.1) for side in (ours, theirs)]
+    scalers = [make_scaler(8.0), make_scaler(8.0)]
+    clipper = GradClipper(ours, 0.5)
+    for step in range(6):
+        for side, optimizer, scaler in zip((ours, theirs), made, scalers, strict=True):
+            optimizer.zero_grad()
+            loss = side(torch.tensor([1, 2, 2, 7])).square().sum()
+            scaler.scale(loss * (math.inf if step == 2 else 1)).backward()
+        clipper.step(made[0], scalers[0])
+        scalers[0].update()
+        torch_step(made[1], scalers[1], theirs.parameters(), 0.5)
+        torch.testing.assert_close(ours.weight, theirs.weight, rtol=1e-6, atol=1e-7)
+    assert training.counted(clipper) == (6, 5, 1, 0)
+    assert scalers[0].state_dict() == scalers[1].state_dict()

@@ -78,9 +78,11 @@ def plain_rule(name: str) -> Any:
     return getattr(reference_rules, name)(**RULES[name])
 
 
-def clipper(params: Parameters, name: str = "MaxNorm", **options: Any) -> fastclip.GradClipper:
+def clipper(
+    params: Parameters, name: str = "MaxNorm", *, nonfinite: Any = "skip"
+) -> fastclip.GradClipper:
     """A clipper of all of them by the rule of that name."""
-    return fastclip.GradClipper(params.items(), rule=rule(name), **options)
+    return fastclip.GradClipper(params.items(), rule=rule(name), nonfinite=nonfinite)
 
 
 def parameters(dtype: torch.dtype = torch.float32, seed: int = 1) -> Parameters:
@@ -97,7 +99,7 @@ def optimizer(name: str, params: Parameters, **options: Any) -> Optimizer:
     algorithm, mode = name.rsplit("-", 1)
     made, own = (FUSIBLE | UNFUSED)[algorithm]
     values = list(params.values())
-    groups = [{"params": values[:1], "lr": 0.02}, {"params": values[1:]}]
+    groups: list[dict[str, Any]] = [{"params": values[:1], "lr": 0.02}, {"params": values[1:]}]
     return made(groups, **{"lr": 0.01, **own, **MODES[mode], **options})
 
 
@@ -174,7 +176,8 @@ def snapshot(tree: Any) -> Any:
 def differences(a: Any, b: Any, where: str = "") -> list[str]:
     """Where two nested states are not bitwise the same, in words; empty if they are."""
     if isinstance(a, Tensor) and isinstance(b, Tensor):
-        return [] if bitwise_equal(a, b) else [f"{where}: {a.tolist()} is not {b.tolist()}"]
+        dense = (x.detach().clone(memory_format=torch.contiguous_format) for x in (a, b))
+        return [] if bitwise_equal(*dense) else [f"{where}: {a.tolist()} is not {b.tolist()}"]
     if isinstance(a, Mapping) and isinstance(b, Mapping):
         alone = sorted(map(str, a.keys() ^ b.keys()))
         found = [f"{where}.{key}: on one side only" for key in alone]
@@ -193,7 +196,7 @@ def same(a: Any, b: Any, when: str = "") -> None:
     assert not found, "\n".join([when, *found])
 
 
-def near(a: Mapping[str, Tensor], b: Mapping[str, Tensor], relative: float, when: str = "") -> None:
+def near(a: Gradients, b: Gradients, relative: float, when: str = "") -> None:
     """Asserts that a is no further from b than `relative`.
 
     Parameters as one vector, and the moments of one name, ``"0.exp_avg"`` and ``"1.exp_avg"``, too:
@@ -205,8 +208,10 @@ def near(a: Mapping[str, Tensor], b: Mapping[str, Tensor], relative: float, when
     for name in b:
         kinds.setdefault(name.split(".")[1] if name[0].isdigit() else "all", []).append(name)
     for kind, names in kinds.items():
-        error = total([a[name].detach().double() - b[name].detach().double() for name in names])
-        size = total([b[name].detach() for name in names])
+        pairs = [(a[name], b[name]) for name in names]
+        assert all((x is None) == (y is None) for x, y in pairs), f"{when}: None on one side only"
+        both = [(x.detach(), y.detach()) for x, y in pairs if x is not None and y is not None]
+        error, size = total([x.double() - y.double() for x, y in both]), total([y for _, y in both])
         # false for NaN too
         assert error <= relative * size, f"{when}: {kind} {error:.3e} off a norm of {size:.3e}"
 

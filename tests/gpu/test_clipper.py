@@ -136,7 +136,7 @@ def test_state_moves_to_the_gpu_when_it_is_loaded(rule: str) -> None:
             stats = made.clip_()
             assert stats.coef.device.type == "cuda"
             decided.append([stats.coef, stats.threshold])
-        training.same(*decided)
+        training.same(decided[0], decided[1])
     training.same(clipper.state_dict(), other.state_dict())
 
 
