@@ -122,6 +122,22 @@ def test_parameters_of_several_dtypes(optimizer: str) -> None:
     compare((ours, our_optimizer), (theirs, their_optimizer), RELATIVE)
 
 
+@pytest.mark.parametrize("optimizer", ["adam-fused", "momentum-fused", "adagrad-foreach"])
+def test_float64_parameters_to_float64_precision(optimizer: str) -> None:
+    """A fused optimizer takes a coefficient in float32: too coarse for these."""
+    ours, theirs = training.parameters(torch.float64), training.parameters(torch.float64)
+    our_optimizer = training.optimizer(optimizer, ours)
+    their_optimizer = training.optimizer(optimizer, theirs)
+    clipper = GradClipper(ours.items(), 5.0)
+    for grads in training.stream(50):
+        training.assign(ours, grads)
+        training.assign(theirs, grads)
+        clipper.step(our_optimizer)
+        torch.nn.utils.clip_grad_norm_(theirs.values(), 5.0)
+        their_optimizer.step()
+    compare((ours, our_optimizer), (theirs, their_optimizer), 1e-13)
+
+
 @pytest.mark.parametrize("max_norm", [0.0, 1e-30, math.inf])
 @pytest.mark.parametrize("optimizer", FUSED)
 def test_extreme_thresholds(optimizer: str, max_norm: float) -> None:

@@ -159,6 +159,7 @@ def test_propagate_steps_and_keeps_the_rules_state(rule: str, optimizer: str) ->
         assert stats.found_inf.item() == float(step in BAD_STEPS)
         assert not stats.skipped
         now = training.rule_state(run.clipper)
+        assert not training.with_nonfinite(now), f"step {step}"
         if step in BAD_STEPS and step > 0 and rule != "AdaGC":  # its other tensors go on: see below
             training.same(now, before, when=f"step {step}")
         if step not in BAD_STEPS and rule not in ("AdaGC", "AGC"):

@@ -48,12 +48,18 @@ def test_already_stepped(optimizer: str, first: str, then: str) -> None:
     assert not clipper.step(made, scaler).skipped
 
 
-def test_the_scaler_refuses_a_second_step() -> None:
-    params, made, clipper, scaler = trained()
-    backward(params, training.stream(1)[0], scaler)
+@pytest.mark.parametrize("bad", [False, True], ids=["good", "bad"])
+@pytest.mark.parametrize("optimizer", ["adam-fused", "dampening-fused", "dampening-foreach"])
+def test_a_second_step_is_refused(optimizer: str, bad: bool) -> None:
+    """Also after a very first one that was skipped, which not every fused optimizer does itself."""
+    params, scaler = training.parameters(), make_scaler()
+    made, clipper = training.optimizer(optimizer, params), training.clipper(params)
+    backward(params, training.stream(1, bad={0: math.nan} if bad else {})[0], scaler)
     clipper.step(made, scaler)
     with pytest.raises(RuntimeError, match=r"step\(\) has already been called"):
         scaler.step(made)
+    with pytest.raises(RuntimeError, match="update"):
+        clipper.step(made, scaler)
 
 
 @pytest.mark.parametrize("call", ["step", "clip_"])
