@@ -169,6 +169,17 @@ def test_wrapped_with_a_scaler(optimizer: str, wrapper: str) -> None:
     assert [number for number, s in enumerate(stats) if s.skipped] == [0, 7]
 
 
+class Rescaling(AdamW):
+    """A subclass that does something to the gradients of its own before it steps."""
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> Any:
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                parameter.grad.clamp_(-0.5, 0.5)
+        return super().step(closure)
+
+
 class Documented(torch.optim.SGD):
     """A step of its own with the docstring of SGD's."""
 
