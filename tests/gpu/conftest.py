@@ -1,6 +1,7 @@
 """Each backend with kernels for GPUs, or a skip that says why it cannot be had."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
 
 import pytest
 import torch
@@ -25,10 +26,24 @@ def backend(request: pytest.FixtureRequest) -> Iterator[Backend]:
     yield from use(request.param)
 
 
+@contextmanager
+def _waiting_raises() -> Iterator[None]:
+    torch.cuda.synchronize()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        yield
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+
+
 @pytest.fixture
 def no_sync() -> Iterator[None]:
     """Any call that waits for the device raises."""
-    torch.cuda.synchronize()
-    torch.cuda.set_sync_debug_mode("error")
-    yield
-    torch.cuda.set_sync_debug_mode("default")
+    with _waiting_raises():
+        yield
+
+
+@pytest.fixture
+def waiting_raises() -> Callable[[], AbstractContextManager[None]]:
+    """The same for a part of a test."""
+    return _waiting_raises
