@@ -10,7 +10,9 @@ TYPE_CHECKING = False
 
 if TYPE_CHECKING:
     from fastclip import backends as backends
+    from fastclip import rules as rules
     from fastclip.backends import backend as backend
+    from fastclip.clipper import GradClipper as GradClipper
     from fastclip.functional import clip_grad_norm_ as clip_grad_norm_
     from fastclip.functional import clip_grad_value_ as clip_grad_value_
     from fastclip.functional import clip_grads_with_norm_ as clip_grads_with_norm_
@@ -22,6 +24,7 @@ if TYPE_CHECKING:
 __version__ = "0.1.0"
 
 __all__ = [
+    "GradClipper",
     "GradStats",
     "LayerStats",
     "__version__",
@@ -32,9 +35,13 @@ __all__ = [
     "clip_grads_with_norm_",
     "get_total_norm",
     "grad_stats",
+    "rules",
 ]
 
+_MODULES = frozenset({"backends", "rules"})
+
 _HOME = {
+    "GradClipper": "clipper",
     "GradStats": "stats",
     "LayerStats": "stats",
     "backend": "backends",
@@ -49,8 +56,8 @@ _HOME = {
 if not TYPE_CHECKING:  # a type checker would take __getattr__ to mean that every name exists
 
     def __getattr__(name: str) -> object:
-        if name == "backends":
-            return import_module("fastclip.backends")
+        if name in _MODULES:
+            return import_module(f"fastclip.{name}")
         if name not in _HOME:
             raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
         value = getattr(import_module(f"fastclip.{_HOME[name]}"), name)

@@ -6,17 +6,17 @@ or sparse COO. `foreach` is accepted for compatibility and has no effect.
 """
 
 import math
-from types import ModuleType
 
 import torch
 from torch import Tensor
 
 from fastclip import gradients, passes
 from fastclip import table as tables
-from fastclip.gradients import Listed, Parameters, Tensors
+from fastclip.gradients import Parameters, Tensors
+from fastclip.policy import refuse
 from fastclip.stats import GradStats
 
-SHOWN = 10  # offenders an error message lists
+INSTEAD = "error_if_nonfinite=False clips all the same"
 
 
 def clip_grad_norm_(
@@ -53,17 +53,17 @@ def clip_grad_norm_(
         RuntimeError: a gradient's elements share memory; or `error_if_nonfinite` found a NaN or an
             infinity, and the message names the parameters. No gradient has been changed.
     """
-    p = _order(norm_type)
+    p = order(norm_type)
     limit = _max_norm(max_norm)
     listed = gradients.of_parameters(parameters)
     if not listed.grads:
         return torch.zeros((), device="cpu", dtype=torch.float32)
     if not error_if_nonfinite:
-        return _passes().clip_(listed, p, limit)
-    found, table = _passes().measure(listed, p)
-    _refuse_nonfinite(table, listed, found.names, p)
+        return passes.active().clip_(listed, p, limit)
+    found, table = passes.active().measure(listed, p)
+    refuse(table, listed, found.names, p, INSTEAD)
     total = tables.total_norm(table, p)
-    _passes().scale_(found, tables.coefficient(total, limit))
+    passes.active().scale_(found, tables.coefficient(total, limit))
     return total.to(tables.result_dtype(found.tensors))
 
 
@@ -78,13 +78,13 @@ def get_total_norm(
     Arguments, dtype of the result and errors as in `clip_grad_norm_`, but the tensors are measured
     themselves and not their ``.grad``; None entries are skipped. Nothing is changed.
     """
-    p = _order(norm_type)
+    p = order(norm_type)
     listed = gradients.of_tensors(tensors)
     if not listed.grads:
         return torch.zeros((), device="cpu", dtype=torch.float32)
-    found, table = _passes().measure(listed, p)
+    found, table = passes.active().measure(listed, p)
     if error_if_nonfinite:
-        _refuse_nonfinite(table, listed, found.names, p)
+        refuse(table, listed, found.names, p, INSTEAD)
     return tables.total_norm(table, p).to(tables.result_dtype(found.tensors))
 
 
@@ -111,7 +111,7 @@ def clip_grads_with_norm_(
     listed = gradients.of_parameters(parameters)
     if listed.grads:
         total = total_norm.detach().to(listed.grads[0].device, torch.float64).reshape(())
-        _passes().rescale_(listed, tables.coefficient(total, limit))
+        passes.active().rescale_(listed, tables.coefficient(total, limit))
 
 
 @torch.no_grad()
@@ -129,7 +129,7 @@ def clip_grad_value_(
     """
     value = _at_least_0(clip_value, "clip_value must be a number of at least 0")
     listed = gradients.of_parameters(parameters)
-    found = _passes().sort_out(listed)
+    found = passes.active().sort_out(listed)
     for name, tensor in zip(found.names, found.tensors, strict=True):
         if tensor.is_complex():
             raise TypeError(
@@ -152,26 +152,16 @@ def grad_stats(parameters: Parameters, norm_type: float | str = 2.0) -> GradStat
     Nothing is changed and nothing waits for the device. Arguments and errors as in
     `clip_grad_norm_`; parameters without a gradient have no row.
     """
-    p = _order(norm_type)
+    p = order(norm_type)
     listed = gradients.of_parameters(parameters)
     if not listed.grads:
         return GradStats.measured((), (), tables.empty(p, 0, torch.device("cpu")), p, torch.float32)
-    found, table = _passes().measure(listed, p)
+    found, table = passes.active().measure(listed, p)
     dtype = tables.result_dtype(found.tensors)
     return GradStats.measured(found.names, found.numel, table, p, dtype)
 
 
-def _passes() -> ModuleType:
-    """`fastclip.passes`, or while something records what is called, the same as operators."""
-    # A dispatch mode (make_fx, FakeTensorMode) sees operators alone; asking costs 50 ns.
-    if torch.compiler.is_compiling() or torch._C._len_torch_dispatch_stack() > 0:
-        from fastclip import traced
-
-        return traced
-    return passes
-
-
-def _order(norm_type: float | str) -> float:
+def order(norm_type: float | str) -> float:
     """The order p as a number."""
     p = _number(norm_type, "norm_type must be a number or 'inf'")
     if math.isnan(p):
@@ -202,19 +192,3 @@ def _max_norm(max_norm: float | Tensor) -> float | Tensor:
             raise ValueError(f"max_norm must have one element, got shape {tuple(max_norm.shape)}")
         return max_norm.detach().reshape(())
     return _at_least_0(max_norm, "max_norm must be a number of at least 0 or a one-element Tensor")
-
-
-def _refuse_nonfinite(table: Tensor, listed: Listed, names: tuple[str, ...], p: float) -> None:
-    """Raise if an element is NaN or infinite: the counts say so, where a norm may just overflow."""
-    counts = table[:, [tables.NAN, tables.INF]].tolist()
-    bad = [(name, nan, inf) for name, (nan, inf) in zip(names, counts, strict=True) if nan or inf]
-    if not bad:
-        return
-    shown = ", ".join(
-        f"{listed.called(name)} ({nan:.0f} NaN, {inf:.0f} inf)" for name, nan, inf in bad[:SHOWN]
-    )
-    more = f" and {len(bad) - SHOWN} more" if len(bad) > SHOWN else ""
-    raise RuntimeError(
-        f"the gradients are not finite, so their norm of order {p:g} means nothing: {shown}{more}. "
-        "No gradient has been changed; error_if_nonfinite=False clips all the same"
-    )

@@ -62,6 +62,8 @@ class Listed:
     def labels(self) -> tuple[str, ...]:
         """For each gradient its name, else its 0-based position among all entries."""
         names = self.names or [str(position) for position in range(len(self.tensors))]
+        if len(self.grads) == len(self.tensors):
+            return tuple(names)
         return tuple(
             name for name, tensor in zip(names, self.tensors, strict=True) if tensor is not None
         )
@@ -127,7 +129,7 @@ def of_parameters(parameters: Parameters) -> Listed:
     """
     if isinstance(parameters, nn.Module):
         parameters = parameters.named_parameters()
-    entries, names = _entries(parameters, none_allowed=False)
+    entries, names = entries_of(parameters, none_allowed=False)
     return Listed([entry.grad for entry in entries], names)
 
 
@@ -138,11 +140,15 @@ def of_tensors(tensors: Tensors) -> Listed:
             f"tensors must be Tensors, got the module {type(tensors).__name__}; "
             "grad_stats(module).total_norm is the norm of its gradients"
         )
-    entries, names = _entries(tensors, none_allowed=True)
+    entries, names = entries_of(tensors, none_allowed=True)
     return Listed(entries, names)
 
 
-def _entries(parameters: Any, none_allowed: bool) -> tuple[list[Any], list[str] | None]:
+def entries_of(parameters: Any, none_allowed: bool) -> tuple[list[Any], list[str] | None]:
+    """The tensors of an iterable (or the Tensor itself), and their names if one of them has one.
+
+    A warning that there are none is given to the caller of the caller of this function's caller.
+    """
     if isinstance(parameters, Tensor):
         return [parameters], None
     try:

@@ -2,7 +2,9 @@
 and from coefficients back to the gradients.
 """
 
+import sys
 from collections.abc import Sequence
+from types import ModuleType
 
 import torch
 from torch import Tensor
@@ -12,6 +14,16 @@ from fastclip import table as tables
 from fastclip.backends.contract import Clipped
 from fastclip.gradients import Gradients, Listed
 from fastclip.gradients import sort_out as sort_out
+
+
+def active() -> ModuleType:
+    """This module, or while something records what is called, the same as operators."""
+    # A dispatch mode (make_fx, FakeTensorMode) sees operators alone; asking costs 50 ns.
+    if torch.compiler.is_compiling() or torch._C._len_torch_dispatch_stack() > 0:
+        from fastclip import traced
+
+        return traced
+    return sys.modules[__name__]
 
 
 def measure(listed: Listed, p: float, inv_scale: Tensor | None = None) -> tuple[Gradients, Tensor]:
@@ -24,7 +36,23 @@ def measure(listed: Listed, p: float, inv_scale: Tensor | None = None) -> tuple[
         if table is not None:
             return Gradients.of_listed(listed), table
     found = sort_out(listed)
-    return found, _measure(found, p, inv_scale)
+    return found, measure_again(found, p, inv_scale)
+
+
+def measure_again(found: Gradients, p: float, inv_scale: Tensor | None = None) -> Tensor:
+    """The table of gradients that have been sorted out already."""
+    devices = found.by_device()
+    first = found.tensors[0].device
+    parts = [
+        backends.choose(device).measure(_select(found.tensors, rows), p, inv_scale).to(first)
+        for device, rows in devices.items()
+    ]
+    table = parts[0]
+    if len(devices) > 1:
+        order = [row for rows in devices.values() for row in rows]
+        lines = dict(zip(order, torch.cat(parts).unbind(), strict=True))
+        table = torch.stack([lines[row] for row in range(len(lines))])  # an index would be sent
+    return tables.repeat(table, p, found.repeats)
 
 
 def clip_(listed: Listed, p: float, max_norm: float | Tensor) -> Tensor:
@@ -61,7 +89,7 @@ def _quick_clip_(
 def _clip_(
     found: Gradients, p: float, max_norm: float | Tensor, inv_scale: Tensor | None, skip: bool
 ) -> Clipped:
-    table = _measure(found, p, inv_scale)
+    table = measure_again(found, p, inv_scale)
     total = tables.total_norm(table, p)
     coef, factor = tables.factors(table, total, max_norm, inv_scale, skip)
     scale_(found, factor)
@@ -88,21 +116,6 @@ def scale_(found: Gradients, coef: Tensor) -> None:
         factor = coef if coef.dim() == 0 else coef[row]
         if factor != 1:  # waits for the device, as coalescing has done before
             gradient.copy_(coalesced)
-
-
-def _measure(found: Gradients, p: float, inv_scale: Tensor | None) -> Tensor:
-    devices = found.by_device()
-    first = found.tensors[0].device
-    parts = [
-        backends.choose(device).measure(_select(found.tensors, rows), p, inv_scale).to(first)
-        for device, rows in devices.items()
-    ]
-    table = parts[0]
-    if len(devices) > 1:
-        order = [row for rows in devices.values() for row in rows]
-        lines = dict(zip(order, torch.cat(parts).unbind(), strict=True))
-        table = torch.stack([lines[row] for row in range(len(lines))])  # an index would be sent
-    return tables.repeat(table, p, found.repeats)
 
 
 def _select(tensors: Sequence[Tensor], rows: Sequence[int]) -> list[Tensor]:

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from fastclip import table as tables
+from fastclip.gradients import Gradients
 
 FIELDS = (
     *("names", "numel", "norms", "max_abs", "nan_count", "inf_count", "zero_count", "total_norm"),
@@ -85,6 +86,34 @@ class GradStats:
             clipped=false,
             skipped=false,
             found_inf=tables.found_nonfinite(table).to(torch.float32),
+        )
+
+    @classmethod
+    def decided(
+        cls,
+        found: Gradients,
+        table: Tensor,
+        norm_type: float,
+        total: Tensor,
+        coef: Tensor,
+        threshold: Tensor,
+        skipped: Tensor,
+        found_inf: Tensor,
+    ) -> "GradStats":
+        """Statistics of gradients that a clipper has decided about; numbers in any dtype."""
+        dtype = tables.result_dtype(found.tensors)
+        clipped = coef < 1
+        return cls(
+            found.names,
+            found.numel,
+            table,
+            norm_type,
+            total_norm=total.to(dtype),
+            coef=coef.to(dtype),
+            threshold=threshold.to(dtype),
+            clipped=clipped.any() if clipped.dim() else clipped,
+            skipped=skipped,
+            found_inf=found_inf.to(torch.float32),
         )
 
     @property

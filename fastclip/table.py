@@ -16,6 +16,7 @@ Everything here is a tensor operation: nothing waits for a device.
 
 import math
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -67,7 +68,12 @@ def norms(table: Tensor, p: float) -> Tensor:
 
 def total_norm(table: Tensor, p: float) -> Tensor:
     """The p-norm of all elements as one vector, 0-d, float64."""
-    return root(combine(table, p)[POWER], p)
+    powers = table[:, POWER]
+    if not math.isinf(p):
+        return root(powers.sum(), p)
+    if not len(powers):
+        powers = empty(p, 1, table.device)[:, POWER]
+    return powers.amax() if p > 0 else powers.amin()
 
 
 def coefficient(total: Tensor, max_norm: float | Tensor) -> Tensor:
@@ -75,17 +81,29 @@ def coefficient(total: Tensor, max_norm: float | Tensor) -> Tensor:
 
     An infinite `max_norm` gives 1 whatever the total; a NaN stays NaN.
     """
+    threshold = limit(max_norm, total.device)
+    coef = (threshold / (total + EPS)).clamp(max=1.0)  # clamp keeps NaN
+    return torch.where(threshold == math.inf, 1.0, coef)
+
+
+def limit(max_norm: float | Tensor, device: torch.device) -> Tensor:
+    """A threshold, 0-d, float64, on `device`."""
     if isinstance(max_norm, Tensor):
-        limit = max_norm.to(total.device, torch.float64).reshape(())
-    else:  # filled in on the device: sending it there would wait for it
-        limit = torch.full((), max_norm, dtype=torch.float64, device=total.device)
-    coef = (limit / (total + EPS)).clamp(max=1.0)  # clamp keeps NaN
-    return torch.where(limit == math.inf, 1.0, coef)
+        return max_norm.to(device, torch.float64).reshape(())
+    # filled in on the device: sending it there would wait for it
+    return torch.full((), max_norm, dtype=torch.float64, device=device)
 
 
 def found_nonfinite(table: Tensor) -> Tensor:
     """Whether an element is NaN or infinite, 0-d bool."""
     return table[:, NAN : INF + 1].sum() > 0
+
+
+def peek(number: Tensor) -> float | None:
+    """The value of a 0-d tensor on the CPU, read without an operator; None elsewhere, where asking
+    would wait."""
+    value: Any = number.tolist() if number.device.type == "cpu" else None
+    return value
 
 
 def factors(

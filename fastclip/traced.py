@@ -17,7 +17,11 @@ def sort_out(listed: Listed) -> Gradients:
 
 def measure(listed: Listed, p: float, inv_scale: Tensor | None = None) -> tuple[Gradients, Tensor]:
     found = sort_out(listed)
-    return found, ops.measure(found.tensors, p, inv_scale)
+    return found, measure_again(found, p, inv_scale)
+
+
+def measure_again(found: Gradients, p: float, inv_scale: Tensor | None = None) -> Tensor:
+    return ops.measure(found.tensors, p, inv_scale)
 
 
 def clip_(listed: Listed, p: float, max_norm: float | Tensor) -> Tensor:

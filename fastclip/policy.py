@@ -1,0 +1,74 @@
+"""What to do about gradients with NaN or infinite elements."""
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Literal, get_args
+
+import torch
+from torch import Tensor
+
+from fastclip import passes
+from fastclip import table as tables
+from fastclip.gradients import Gradients, Listed
+
+Policy = Literal["skip", "zero", "error", "propagate"]
+POLICIES: tuple[str, ...] = get_args(Policy)
+
+SHOWN = 10  # offenders an error message lists
+
+
+def refuse(table: Tensor, listed: Listed, names: Sequence[str], p: float, instead: str) -> None:
+    """Raise `RuntimeError` if an element is NaN or infinite, and say what could be done `instead`.
+
+    The counts tell, where a norm may just overflow. Waits for the device.
+    """
+    counts = table[:, tables.NAN : tables.INF + 1].tolist()
+    bad = [(name, nan, inf) for name, (nan, inf) in zip(names, counts, strict=True) if nan or inf]
+    if not bad:
+        return
+    shown = ", ".join(
+        f"{listed.called(name)} ({nan:.0f} NaN, {inf:.0f} inf)" for name, nan, inf in bad[:SHOWN]
+    )
+    more = f" and {len(bad) - SHOWN} more" if len(bad) > SHOWN else ""
+    raise RuntimeError(
+        f"the gradients are not finite, so their norm of order {p:g} means nothing: {shown}{more}. "
+        f"No gradient has been changed; {instead}"
+    )
+
+
+def zero_(found: Gradients, table: Tensor, p: float) -> Tensor:
+    """Set elements that are not finite to 0, and return the table with the norms of the others.
+
+    On the CPU, where looking costs nothing, gradients without such elements are not touched;
+    elsewhere they are written and measured again whatever they hold, so as not to wait.
+    """
+    if _known_finite(table):
+        return table
+    for tensor in found.tensors:
+        _zero_(tensor)
+    for gradient, coalesced in found.sparse.values():
+        gradient.copy_(coalesced)
+    return _with_norms(table, passes.active().measure_again(found, p))
+
+
+def zeroed(found: Gradients, table: Tensor, p: float) -> tuple[Gradients, Tensor]:
+    """The gradients that `zero_` would leave, as copies, and the table it would give."""
+    if _known_finite(table):
+        return found, table
+    found = replace(found, tensors=[_zero_(tensor.clone()) for tensor in found.tensors], sparse={})
+    return found, _with_norms(table, passes.active().measure_again(found, p))
+
+
+def _known_finite(table: Tensor) -> bool:
+    return tables.peek(tables.found_nonfinite(table)) == 0
+
+
+def _with_norms(table: Tensor, again: Tensor) -> Tensor:
+    powers = again[:, tables.POWER : tables.POWER + 1]
+    return torch.cat([powers, table[:, tables.POWER + 1 :]], 1)
+
+
+def _zero_(tensor: Tensor) -> Tensor:
+    if tensor.is_complex():  # a part may be finite
+        return tensor.masked_fill_(~tensor.isfinite(), 0)
+    return tensor.nan_to_num_(0.0, 0.0, 0.0)

@@ -1,0 +1,192 @@
+"""Steps under a `torch.amp.GradScaler`: what `scaler.unscale_` does, in the clipper's own passes.
+
+A scaler keeps, per optimizer, a stage (READY, UNSCALED or STEPPED since its last update) and the
+flags that its step and update go by. They are private to torch: every use of them is in this file.
+"""
+
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.amp import GradScaler
+from torch.amp.grad_scaler import OptState
+from torch.optim import Optimizer
+
+from fastclip import passes
+from fastclip import table as tables
+from fastclip.gradients import Gradients, Listed
+
+ORDER = (
+    "the order is scaler.scale(loss).backward(), then clipper.step(optimizer, scaler=scaler) or "
+    "clipper.clip_(optimizer, scaler=scaler) and scaler.step(optimizer), then scaler.update()"
+)
+
+
+class WithoutScaler:
+    """One step without an enabled scaler: there is nothing to take out, and nobody to tell."""
+
+    enabled = False
+    inv_scale: Tensor | None = None  # 0-d float32, takes the loss scale out
+    alone = True  # the clipper's gradients are all there is to check and to unscale
+
+    def add_others(self, clipped: Sequence[Tensor], listed: Listed) -> None:
+        """Find the optimizers' gradients that are not the clipper's: they are unscaled and checked
+        as well. `clipped` are the clipper's parameters, with `listed` gradients.
+
+        Raises `ValueError` if one of the clipper's gradients belongs to no optimizer.
+        """
+
+    def found_elsewhere(self, device: torch.device) -> Tensor | None:
+        """Whether an element that is not the clipper's is not finite, 0-d bool; for gradients that
+        the user has unscaled, whether the scaler has found one anywhere. None if there are none."""
+        return None
+
+    def unscale_others_(self, found: Tensor) -> None:
+        """Take the loss scale out of gradients that are not the clipper's, unless `found`."""
+
+    def record(self, found: Tensor) -> None:
+        """Leave the scaler as its ``unscale_`` does: with a flag for its step and its update."""
+
+    def step(self, optimizer: Optimizer) -> None:
+        """``scaler.step``: steps unless the flag is set."""
+        optimizer.step()
+
+    def note_stepped(self, optimizer: Optimizer) -> None:
+        """Leave the scaler as its ``step`` does, for a step that it was not asked to make."""
+
+
+class WithScaler(WithoutScaler):
+    """One step of gradients that an enabled scaler has scaled. `inv_scale` is None if the user has
+    called ``scaler.unscale_`` already.
+    """
+
+    enabled = True
+
+    def __init__(self, scaler: GradScaler, optimizers: Sequence[Optimizer]) -> None:
+        if scaler._scale is None:
+            raise RuntimeError(f"the scaler has not scaled a loss yet: {ORDER}")
+        stages = [_state(scaler, optimizer).get("stage") for optimizer in optimizers]
+        if OptState.STEPPED in stages:
+            raise RuntimeError(
+                "scaler.step(optimizer) has been called since the last scaler.update(), so it is "
+                f"too late to clip: {ORDER}"
+            )
+        unscaled = OptState.UNSCALED in stages
+        if unscaled and set(stages) != {OptState.UNSCALED}:
+            raise RuntimeError(
+                "scaler.unscale_ has been called for some of the optimizers and not for others, "
+                "whose gradients have no common norm: call it for all of them or for none"
+            )
+        if not unscaled and type(scaler).unscale_ is not GradScaler.unscale_:
+            raise TypeError(
+                f"{type(scaler).__name__} has an unscale_ of its own: call "
+                "scaler.unscale_(optimizer) before the clipper"
+            )
+        self._scaler = scaler
+        self._device = scaler._scale.device
+        self._optimizers = optimizers
+        self._others: Gradients | None = None
+        # In float64 for the reason that scaler.unscale_ has: some compilers divide inexactly.
+        inverse = scaler._scale.double().reciprocal().float()
+        self.inv_scale = None if unscaled else inverse
+        self.alone = not unscaled
+
+    def add_others(self, clipped: Sequence[Tensor], listed: Listed) -> None:
+        if self.inv_scale is None:
+            return
+        owned = {id(p): p for optimizer in self._optimizers for p in _parameters(optimizer)}
+        mine = set(map(id, clipped))
+        if not mine <= owned.keys():
+            self._refuse_unowned(clipped, listed, owned.keys())
+        others = Listed([p.grad for key, p in owned.items() if key not in mine], None)
+        if others.grads:
+            self._others = passes.active().sort_out(others)
+            self.alone = False
+
+    def _refuse_unowned(
+        self, clipped: Sequence[Tensor], listed: Listed, owned: Iterable[int]
+    ) -> None:
+        owned = set(owned)
+        for parameter, label in zip(clipped, _every_label(listed), strict=True):
+            if parameter.grad is not None and id(parameter) not in owned:
+                raise ValueError(
+                    f"{listed.called(label)} is of no optimizer that was passed, so the scaler "
+                    "could not be told that its loss scale was taken out. With several optimizers: "
+                    "clipper.clip_([first, second], scaler=scaler), then scaler.step of each, then "
+                    "scaler.update(); a parameter of none is left out of the clipper"
+                )
+
+    def found_elsewhere(self, device: torch.device) -> Tensor | None:
+        if self.inv_scale is None:
+            states = [_state(self._scaler, optimizer) for optimizer in self._optimizers]
+            flags = [
+                flag.to(device, non_blocking=device.type == "cuda")
+                for state in states
+                for flag in state["found_inf_per_device"].values()
+            ]
+            return torch.stack(flags).sum() > 0 if flags else None
+        if self._others is None:
+            return None
+        table = passes.active().measure_again(self._others, 2.0)
+        return tables.found_nonfinite(table).to(device)
+
+    def unscale_others_(self, found: Tensor) -> None:
+        if self._others is not None and self.inv_scale is not None:
+            inverse = self.inv_scale.to(found.device, torch.float64)
+            passes.active().scale_(self._others, torch.where(found, 1.0, inverse))
+
+    def record(self, found: Tensor) -> None:
+        for optimizer in self._optimizers:
+            # Each a tensor of its own, to which update() adds; one device, since fused optimizers
+            # are given the sum over devices and take nothing but 0 and 1.
+            flag = found.to(self._device, torch.float32, copy=True)
+            state = self._scaler._per_optimizer_states[id(optimizer)]
+            state["found_inf_per_device"] = {flag.device: flag}
+            state["stage"] = OptState.UNSCALED
+
+    def step(self, optimizer: Optimizer) -> None:
+        self._scaler.step(optimizer)
+
+    def note_stepped(self, optimizer: Optimizer) -> None:
+        self._scaler._per_optimizer_states[id(optimizer)]["stage"] = OptState.STEPPED
+
+
+def scale_of(optimizer: Any, scaler: Any, policy: str) -> WithoutScaler:
+    """What there is to know of the loss scale for one step; `optimizer` is one or several."""
+    if scaler is None:
+        return WithoutScaler()
+    if not isinstance(scaler, GradScaler):
+        raise TypeError(f"scaler must be a torch.amp.GradScaler, got {type(scaler).__name__}")
+    if optimizer is None:
+        raise TypeError("with a scaler, clip_ needs the optimizer (or several) that it is to step")
+    if not scaler.is_enabled():
+        return WithoutScaler()
+    if policy == "zero":
+        raise ValueError(
+            'nonfinite="zero" would hide from the scaler that its scale is too large: with an '
+            'enabled scaler, use "skip"'
+        )
+    optimizers = [*optimizer] if isinstance(optimizer, Iterable) else [optimizer]
+    for each in optimizers:
+        if not hasattr(each, "param_groups"):
+            raise TypeError(f"optimizer must be an optimizer or several, got {type(each).__name__}")
+    return WithScaler(scaler, optimizers)
+
+
+def claims_flags(optimizer: Optimizer) -> bool:
+    """Whether ``scaler.step`` would hand the flag to the optimizer and call its step whatever it
+    is."""
+    return bool(getattr(optimizer, "_step_supports_amp_scaling", False))
+
+
+def _state(scaler: GradScaler, optimizer: Optimizer) -> dict[str, Any]:
+    return scaler._per_optimizer_states.get(id(optimizer), {"stage": OptState.READY})
+
+
+def _parameters(optimizer: Optimizer) -> list[Tensor]:
+    return [parameter for group in optimizer.param_groups for parameter in group["params"]]
+
+
+def _every_label(listed: Listed) -> Sequence[str]:
+    return listed.names or [str(position) for position in range(len(listed.tensors))]
