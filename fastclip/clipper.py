@@ -2,8 +2,8 @@
 
 import math
 import warnings
-from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any, NamedTuple
 
 import torch
@@ -15,8 +15,9 @@ from fastclip import folding, passes, policy, stepping
 from fastclip import table as tables
 from fastclip.functional import order
 from fastclip.gradients import Gradients, Listed, Parameters
-from fastclip.listing import Listing
+from fastclip.listing import Listing, of_rows, require_distinct
 from fastclip.memory import Counters, Remembered
+from fastclip.overlap import Overlap
 from fastclip.policy import POLICIES, Policy
 from fastclip.rules import Decision, MaxNorm, Measured, Rule, UnsuitableGradient, scale_units_
 from fastclip.scaling import WithoutScaler, scale_of
@@ -66,6 +67,9 @@ class GradClipper:
             - ``"error"``: raise `RuntimeError` naming the parameters, before anything is written;
               this waits for the device at every step;
             - ``"propagate"``: clip and step all the same, as torch does.
+        overlap: measure large gradients during backward, by hooks (see `fastclip.overlap`). What
+            hooks cannot vouch for is measured by the step as ever; `self.overlap` says how much.
+            Pass a scaler to `clip_` or `step` then, rather than calling ``unscale_``.
 
     Raises:
         TypeError: both `max_norm` and `rule` are given, or something is of a wrong type.
@@ -80,6 +84,7 @@ class GradClipper:
         rule: Rule | None = None,
         norm_type: float | str = 2.0,
         nonfinite: Policy = "skip",
+        overlap: bool = False,
     ) -> None:
         self._listing = Listing(parameters)
         self._rule = _rule(max_norm, rule)
@@ -91,7 +96,10 @@ class GradClipper:
         self._counters = Counters()
         self._remembered = Remembered(self._rule)
         if self._rule.per_tensor:
-            _require_distinct(self._listing.labels())
+            require_distinct(self._listing.labels())
+        self.overlap = Overlap(self._p) if overlap else None
+        if self.overlap is not None:
+            self.overlap.watch(self._listing.read()[0])
 
     def clip_(
         self,
@@ -132,6 +140,8 @@ class GradClipper:
             stats, grad_scale = self._advance(loss_scale, optimizer)
         skips = loss_scale.enabled or self._policy == "skip"
         stepping.take(optimizer, loss_scale, stats.found_inf if skips else None, grad_scale)
+        if self.overlap is not None:
+            self.overlap.forget()  # a fused optimizer writes gradients and leaves no mark
         return stats
 
     @torch.no_grad()
@@ -145,6 +155,12 @@ class GradClipper:
         return self._stats(
             self._look(parameters, listed, WithoutScaler(), dry=True), WithoutScaler()
         )
+
+    def accumulating(self) -> AbstractContextManager[None]:
+        """For ``with``, around the backward of each micro-batch of an accumulation but the last:
+        with ``overlap=True`` nothing is measured there in vain. Results do not depend on it.
+        """
+        return nullcontext() if self.overlap is None else self.overlap.accumulating()
 
     def counters(self) -> dict[str, Tensor]:
         """`steps` (calls of `clip_` and `step`), `clipped`, `skipped` and `consecutive_skips` so
@@ -185,13 +201,20 @@ class GradClipper:
 
     def _listed(self) -> tuple[list[Tensor], Listed]:
         parameters, names = self._listing.read()
+        if self.overlap is not None:
+            self.overlap.watch(parameters)
         return parameters, Listed([parameter.grad for parameter in parameters], names)
 
-    def _measure(self, listed: Listed, inv_scale: Tensor | None) -> tuple[Gradients, Tensor]:
+    def _measure(self, listed: Listed, loss_scale: WithoutScaler) -> tuple[Gradients, Tensor]:
         """The one read of the gradients."""
         if not listed.grads:
             return Gradients.of_rows(()), tables.empty(self._p, 0, torch.device("cpu"))
-        return passes.active().measure(listed, self._p, inv_scale)
+        inv_scale, active = loss_scale.inv_scale, passes.active()
+        if self.overlap is None or active is not passes:
+            return active.measure(listed, self._p, inv_scale)
+        if loss_scale.enabled and inv_scale is None:
+            self.overlap.forget()  # the user has unscaled them, which leaves no mark
+        return self.overlap.measure(listed, inv_scale)
 
     def _advance(
         self, loss_scale: WithoutScaler, optimizer: Optimizer | None
@@ -237,6 +260,7 @@ class GradClipper:
             and len(listed.grads) > 0
             and self._policy in ("skip", "propagate")
             and loss_scale.alone
+            and self.overlap is None
         )
 
     def _clip_at_once_(self, listed: Listed, loss_scale: WithoutScaler) -> "_Looked":
@@ -262,7 +286,7 @@ class GradClipper:
     ) -> "_Looked":
         """Measure and decide. What the policy writes is written, unless `dry`."""
         inv_scale = loss_scale.inv_scale
-        found, table = self._measure(listed, inv_scale)
+        found, table = self._measure(listed, loss_scale)
         bad = tables.found_nonfinite(table)
         elsewhere = loss_scale.found_elsewhere(bad.device)
         if elsewhere is not None:
@@ -301,7 +325,7 @@ class GradClipper:
             total,
             tables.norms(table, self._p),
             self._counters.steps,
-            _of_rows(parameters, listed, found),
+            of_rows(parameters, listed, found),
             found.tensors,
             inv_scale,
         )
@@ -374,24 +398,3 @@ def _rule(max_norm: Any, rule: Any) -> Rule:
             f"{type(rule).__name__}"
         )
     return rule
-
-
-def _require_distinct(labels: Sequence[str]) -> None:
-    """Of a rule per tensor, which keeps its state by name."""
-    twice = [name for name, count in Counter(labels).items() if count > 1]
-    if twice:
-        raise ValueError(
-            f"the name {twice[0]!r} comes more than once in parameters, and this rule remembers "
-            "tensors by their names"
-        )
-
-
-def _of_rows(parameters: Sequence[Tensor], listed: Listed, found: Gradients) -> Sequence[Tensor]:
-    """The parameters of the rows."""
-    if len(found.names) == len(parameters):
-        return parameters
-    own = [parameter for parameter in parameters if parameter.grad is not None]
-    if len(found.names) < len(own):  # some share a gradient, of which there is one row
-        of_label = dict(zip(reversed(listed.labels()), reversed(own), strict=True))
-        own = [of_label[name] for name in found.names]
-    return own

@@ -1,6 +1,6 @@
 """Measuring gradients during backward, each as soon as it is final, while caches still hold it.
 
-A post-accumulate hook on each parameter measures its gradient and keeps the row with a stamp:
+A post-accumulate hook on each large parameter measures its gradient and keeps the row with a stamp:
 which object the gradient is, its version, address and number of elements. When the step comes, a
 row is used if the stamp still fits; whatever else there is goes through `passes.measure`. The
 result is that of `passes.measure`: bit by bit in the backends ``reference`` and ``cpu`` (below
@@ -8,10 +8,15 @@ result is that of `passes.measure`: bit by bit in the backends ``reference`` and
 
 Some writes leave no mark on a tensor: by ``GradScaler.unscale_``, a fused optimizer, a collective,
 through ``.data`` or numpy. So `SAMPLES` elements of each gradient, spread over it, are kept and
-compared as well. On the CPU a difference sends all gradients through the plain pass. On other
-devices the host waits for the first comparison alone; the others are read when they have arrived,
-and a difference then is an error. A write that leaves no mark and all these elements as they were,
-of one row through ``.data`` say, is not seen: write to the gradient itself instead.
+compared as well. On the CPU a difference sends all gradients through the plain pass. So it does on
+other devices, where the host waits for the comparisons until one has found nothing; later ones are
+read when they have arrived, and a difference then is an error. A write that leaves no mark and all
+these elements as they were, of a few rows through ``.data`` say, is not seen: write to the gradient
+itself instead.
+
+Beside a process group there are no hooks: collectives change gradients after these have run, DDP
+those in its buckets, FSDP makes them later still. A backward that something records (a compiled
+autograd, a dispatch mode, a CUDA graph) is left alone.
 
 Streams: a hook runs on the stream on which the gradient was accumulated, and the end of backward
 makes the caller's stream wait for that one. The code for other devices than the CPU has not run on
@@ -21,8 +26,9 @@ one.
 import warnings
 import weakref
 from collections import deque
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from operator import attrgetter
 from typing import NamedTuple
 
 import torch
@@ -37,6 +43,8 @@ from fastclip.gradients import Gradients, Listed, Row
 LEAST = {"cpu": 1 << 20}
 LEAST_ELSEWHERE = 1 << 20
 SAMPLES = 16
+
+_REQUIRES_GRAD = attrgetter("requires_grad")
 
 NO_HOOK_RAN = (
     "overlap=True has had no effect so far: no hook has run. Either no backward has made these "
@@ -99,9 +107,10 @@ class Overlap:
         self._fired_ever = False
         self._warned: set[str] = set()
         self._comparisons = _Comparisons()
+        self._looked: tuple[list[int], list[bool]] | None = None  # at the last watch
         weakref.finalize(self, _remove, self._hooks).atexit = False
 
-    def watch(self, parameters: Iterable[Tensor]) -> None:
+    def watch(self, parameters: Sequence[Tensor]) -> None:
         """Put hooks on those of `parameters` that have none yet. To be called at every step: what
         was added or unfrozen since is served from the next backward on."""
         if torch.distributed.is_available() and torch.distributed.is_initialized():
@@ -112,6 +121,10 @@ class Overlap:
             )
             self._warn(f"overlap=True has no effect: {self.reason}")
             return
+        looked = list(map(id, parameters)), list(map(_REQUIRES_GRAD, parameters))
+        if looked == self._looked:
+            return
+        self._looked = looked
         for parameter in parameters:
             if id(parameter) not in self._hooks and self._takes(parameter):
                 self._hooks[id(parameter)] = _Hook(self, parameter)
@@ -136,6 +149,7 @@ class Overlap:
         """Remove all hooks."""
         _remove(self._hooks)
         self._hooks.clear()
+        self._looked = None
 
     @torch.no_grad()
     def measure(self, listed: Listed, inv_scale: Tensor | None = None) -> tuple[Gradients, Tensor]:
@@ -259,20 +273,22 @@ class Overlap:
 
 
 class _Comparisons:
-    """Whether something differs, without waiting for a device more than once.
+    """Whether something differs, with as few waits for a device as can be.
 
-    On the CPU, and for the first comparison on another device, the answer is told at once. Later
-    ones are copied to the host, and `check` raises when one has arrived and is true.
+    On the CPU, and on another device until the answer was no once, it is told at once. Later ones
+    are copied to the host, and `check` raises when one has arrived and is yes.
     """
 
     def __init__(self) -> None:
-        self._waited_for: set[torch.device] = set()
+        self._trusted: set[torch.device] = set()
         self._underway: deque[tuple[Tensor, torch.Event]] = deque()
 
     def tell(self, differ: Tensor) -> bool:
-        if differ.device.type == "cpu" or differ.device not in self._waited_for:
-            self._waited_for.add(differ.device)
-            return bool(differ)
+        if differ.device.type == "cpu" or differ.device not in self._trusted:
+            answer = bool(differ)
+            if not answer:
+                self._trusted.add(differ.device)
+            return answer
         copy = torch.empty((), dtype=torch.bool, device="cpu", pin_memory=True)
         copy.copy_(differ, non_blocking=True)
         event = torch.Event(differ.device)

@@ -22,7 +22,7 @@ def loss_of(model: nn.Module, seed: int = 0) -> Tensor:
 def watching(model: nn.Module, p: float = 2.0) -> Overlap:
     """Hooks on parameters of any size."""
     overlap = Overlap(p, least=0)
-    overlap.watch(model.parameters())
+    overlap.watch(list(model.parameters()))
     return overlap
 
 

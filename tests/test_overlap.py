@@ -73,7 +73,7 @@ def test_a_small_gradient_has_no_hook_and_is_left_to_the_pass(
 ) -> None:
     model = mlp()
     overlap = Overlap(2.0, least=12 * 12 * 4)
-    overlap.watch(model.parameters())
+    overlap.watch(list(model.parameters()))
     loss_of(model).backward()
     right(overlap, model, served=(2, 4))
     assert [[grad.shape for grad in call] for call in measured] == [[(12,), (12,)]]

@@ -222,8 +222,8 @@ def test_parameters_added_frozen_and_unfrozen_later() -> None:
     model.zero_grad()
     loss_of(model).backward()
     right(overlap, model, served=(0, 4))
-    overlap.watch(model.parameters())
-    overlap.watch(model.parameters())
+    overlap.watch(list(model.parameters()))
+    overlap.watch(list(model.parameters()))
     assert n_hooks(model) == [1] * 6
     model.zero_grad()
     loss_of(model).backward()
@@ -298,7 +298,7 @@ def test_a_copy_watches_for_itself() -> None:
     overlap = watching(model, 1.0)
     both = copy.deepcopy((model, overlap))
     assert (both[1].p, both[1].least) == (1.0, 0)
-    both[1].watch(both[0].parameters())
+    both[1].watch(list(both[0].parameters()))
     loss_of(both[0]).backward()
     right(both[1], both[0], served=(4, 4))
     loss_of(model).backward()
@@ -318,14 +318,14 @@ def test_not_beside_a_process_group(monkeypatch: pytest.MonkeyPatch) -> None:
     overlap = watching(model)
     monkeypatch.setattr(torch.distributed, "is_initialized", lambda: True)
     with pytest.warns(UserWarning, match=r"no effect: torch\.distributed is initialised"):
-        overlap.watch(model.parameters())
-    overlap.watch(model.parameters())
+        overlap.watch(list(model.parameters()))
+    overlap.watch(list(model.parameters()))
     assert overlap.reason is not None
     assert n_hooks(model) == [0] * 4
     loss_of(model).backward()
     right(overlap, model, served=(0, 4))
     monkeypatch.undo()
-    overlap.watch(model.parameters())
+    overlap.watch(list(model.parameters()))
     loss_of(model).backward()
     right(overlap, model, served=(4, 4))
 

@@ -28,7 +28,7 @@ def _right(overlap: Overlap, model: nn.Module, served: int) -> None:
 
 def _watching(model: nn.Module) -> Overlap:
     overlap = Overlap(2.0)
-    overlap.watch(model.parameters())
+    overlap.watch(list(model.parameters()))
     return overlap
 
 
