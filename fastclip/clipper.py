@@ -1,35 +1,31 @@
 """The stateful step: measure, decide, clip, step."""
 
-import math
 import warnings
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any, NamedTuple
+from copy import copy
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.amp import GradScaler
 from torch.optim import Optimizer
 
-from fastclip import folding, passes, policy, stepping
+from fastclip import folding, passes, stepping
 from fastclip import table as tables
 from fastclip.functional import order
 from fastclip.gradients import Gradients, Listed, Parameters
-from fastclip.listing import Listing, of_rows, require_distinct
+from fastclip.listing import Listing
 from fastclip.memory import Counters, Remembered
 from fastclip.overlap import Overlap
 from fastclip.policy import POLICIES, Policy
-from fastclip.rules import Decision, MaxNorm, Measured, Rule, UnsuitableGradient, scale_units_
+from fastclip.rules import MaxNorm, Rule
 from fastclip.scaling import WithoutScaler, scale_of
 from fastclip.stats import GradStats
+from fastclip.step import Settings, Step
 
 VERSION = 1  # of the format of `state_dict`
-
-INSTEAD = 'nonfinite="skip" skips such steps'
-ELSEWHERE = (
-    "the gradients are not finite: one of the optimizer that is not the clipper's, or one that "
-    "scaler.unscale_ has looked at"
-)
 
 
 class GradClipper:
@@ -68,8 +64,8 @@ class GradClipper:
               this waits for the device at every step;
             - ``"propagate"``: clip and step all the same, as torch does.
         overlap: measure large gradients during backward, by hooks (see `fastclip.overlap`). What
-            hooks cannot vouch for is measured by the step as ever; `self.overlap` says how much.
-            Pass a scaler to `clip_` or `step` then, rather than calling ``unscale_``.
+            hooks cannot vouch for is measured by the step as ever; `overlap`, None without, says
+            how much that was. Pass a scaler to `clip_` or `step` rather than call ``unscale_``.
 
     Raises:
         TypeError: both `max_norm` and `rule` are given, or something is of a wrong type.
@@ -87,17 +83,16 @@ class GradClipper:
         overlap: bool = False,
     ) -> None:
         self._listing = Listing(parameters)
-        self._rule = _rule(max_norm, rule)
-        self._p = order(norm_type)
         if nonfinite not in POLICIES:
             known = ", ".join(map(repr, POLICIES))
             raise ValueError(f"nonfinite must be one of {known}, got {nonfinite!r:.80}")
-        self._policy = nonfinite
+        chosen = _rule(max_norm, rule)
+        self._settings = Settings(chosen, order(norm_type), nonfinite)
         self._counters = Counters()
-        self._remembered = Remembered(self._rule)
-        if self._rule.per_tensor:
-            require_distinct(self._listing.labels())
-        self.overlap = Overlap(self._p) if overlap else None
+        self._remembered = Remembered(chosen)
+        if chosen.per_tensor:
+            _require_distinct(self._listing.labels())
+        self.overlap = Overlap(self._settings.p) if overlap else None
         if self.overlap is not None:
             self.overlap.watch(self._listing.read()[0])
 
@@ -120,7 +115,7 @@ class GradClipper:
             ValueError: an enabled scaler with ``nonfinite="zero"``; a gradient of none of the
                 optimizers given with a scaler; or a schedule gave a negative or NaN threshold.
         """
-        loss_scale = scale_of(optimizer, scaler, self._policy)
+        loss_scale = scale_of(optimizer, scaler, self._settings.policy)
         with torch.no_grad():
             return self._advance(loss_scale, None)[0]
 
@@ -135,10 +130,9 @@ class GradClipper:
                 f"step takes one optimizer, got {type(optimizer).__name__}; with several, clip_ "
                 "once and step each"
             )
-        loss_scale = scale_of(optimizer, scaler, self._policy)
-        with torch.no_grad():
-            stats, grad_scale = self._advance(loss_scale, optimizer)
-        skips = loss_scale.enabled or self._policy == "skip"
+        loss_scale = scale_of(optimizer, scaler, self._settings.policy)
+        stats, grad_scale = self._advance(loss_scale, optimizer)
+        skips = loss_scale.enabled or self._settings.policy == "skip"
         stepping.take(optimizer, loss_scale, stats.found_inf if skips else None, grad_scale)
         if self.overlap is not None:
             self.overlap.forget()  # a fused optimizer writes gradients and leaves no mark
@@ -151,10 +145,8 @@ class GradClipper:
         Never raises for elements that are not finite. Under ``nonfinite="zero"``, where there may
         be such elements, this works on a copy of the gradients.
         """
-        parameters, listed = self._listed()
-        return self._stats(
-            self._look(parameters, listed, WithoutScaler(), dry=True), WithoutScaler()
-        )
+        step = self._step(WithoutScaler(), copy(self._remembered))
+        return step.decide(dry=True).stats()
 
     def accumulating(self) -> AbstractContextManager[None]:
         """For ``with``, around the backward of each micro-batch of an accumulation but the last:
@@ -173,7 +165,7 @@ class GradClipper:
         return {
             "version": VERSION,
             "counters": self._counters.read(),
-            "rule": type(self._rule).__name__,
+            "rule": type(self._settings.rule).__name__,
             "state": self._remembered.dump(),
         }
 
@@ -186,10 +178,10 @@ class GradClipper:
         if state_dict.get("version") != VERSION:
             version = state_dict.get("version")
             raise ValueError(f"the state has version {version!r}, where {VERSION} is known")
-        if state_dict["rule"] != type(self._rule).__name__:
+        if state_dict["rule"] != type(self._settings.rule).__name__:
             raise ValueError(
                 f"the state is of the rule {state_dict['rule']}, and this clipper has "
-                f"{type(self._rule).__name__}"
+                f"{type(self._settings.rule).__name__}"
             )
         extra = self._remembered.load(state_dict["state"], self._listing.labels())
         self._counters.load(state_dict["counters"])
@@ -199,190 +191,65 @@ class GradClipper:
                 stacklevel=2,
             )
 
-    def _listed(self) -> tuple[list[Tensor], Listed]:
+    def _step(self, loss_scale: WithoutScaler, remembered: Remembered) -> Step:
         parameters, names = self._listing.read()
         if self.overlap is not None:
             self.overlap.watch(parameters)
-        return parameters, Listed([parameter.grad for parameter in parameters], names)
+            if loss_scale.enabled and loss_scale.inv_scale is None:
+                self.overlap.forget()  # the user has unscaled them, which leaves no mark
+        listed = Listed([parameter.grad for parameter in parameters], names)
+        loss_scale.add_others(parameters, listed)
+        return Step(
+            self._settings,
+            self._counters.steps,
+            parameters,
+            listed,
+            loss_scale,
+            self._measure,
+            remembered.rows,
+        )
 
-    def _measure(self, listed: Listed, loss_scale: WithoutScaler) -> tuple[Gradients, Tensor]:
+    def _measure(self, listed: Listed, inv_scale: Tensor | None) -> tuple[Gradients, Tensor]:
         """The one read of the gradients."""
+        p = self._settings.p
         if not listed.grads:
-            return Gradients.of_rows(()), tables.empty(self._p, 0, torch.device("cpu"))
-        inv_scale, active = loss_scale.inv_scale, passes.active()
-        if self.overlap is None or active is not passes:
-            return active.measure(listed, self._p, inv_scale)
-        if loss_scale.enabled and inv_scale is None:
-            self.overlap.forget()  # the user has unscaled them, which leaves no mark
-        return self.overlap.measure(listed, inv_scale)
+            return Gradients.of_rows(()), tables.empty(p, 0, torch.device("cpu"))
+        active = passes.active()
+        if self.overlap is not None and active is passes:
+            return self.overlap.measure(listed, inv_scale)
+        found, table = active.measure(listed, p, inv_scale)
+        return found, table
 
+    @torch.no_grad()
     def _advance(
         self, loss_scale: WithoutScaler, optimizer: Optimizer | None
     ) -> tuple[GradStats, Tensor | None]:
         """One step up to the optimizer's, and what that is to divide the gradients by, if it is."""
-        parameters, listed = self._listed()
-        loss_scale.add_others(parameters, listed)
-        folds = self._folds(optimizer, parameters, listed)
+        step = self._step(loss_scale, self._remembered)
+        folds = optimizer is not None and self._folds(optimizer, step)
         grad_scale = None
-        if not folds and self._at_once(listed, loss_scale):
-            looked = self._clip_at_once_(listed, loss_scale)
+        if not folds and step.at_once and self.overlap is None:
+            decided = step.clip_at_once_()
         else:
-            looked = self._look(parameters, listed, loss_scale, dry=False)
-            if folds and folding.suits(looked.found, listed):
-                grad_scale = self._leave(looked, loss_scale)
+            decided = step.decide()
+            if folds and folding.suits(decided.found, step.listed):
+                grad_scale = decided.leave_(step.listed)
             else:
-                self._write_(looked, loss_scale)
-        stats = self._stats(looked, loss_scale)
-        loss_scale.record(looked.bad)
-        self._remembered.keep(looked.decision.state)
+                decided.write_()
+        stats = decided.stats()
+        loss_scale.record(decided.bad)
+        if decided.found.names:  # else the rule was not asked
+            self._remembered.keep(decided.decision.state)
         self._counters.count(stats.clipped, stats.skipped)
         return stats, grad_scale
 
-    def _folds(
-        self, optimizer: Optimizer | None, parameters: Sequence[Tensor], listed: Listed
-    ) -> bool:
+    def _folds(self, optimizer: Optimizer, step: Step) -> bool:
         return (
-            optimizer is not None
-            and len(listed.grads) > 0
-            and not self._rule.per_tensor
+            len(step.listed.grads) > 0
+            and not self._settings.rule.per_tensor
             and folding.honours(optimizer)
-            and folding.covers(optimizer, parameters)
+            and folding.covers(optimizer, step.parameters)
         )
-
-    def _skips(self, loss_scale: WithoutScaler) -> bool:
-        """Whether a step that is not finite leaves everything alone; a scaler skips it anyway."""
-        return loss_scale.enabled or self._policy in ("skip", "error")
-
-    def _at_once(self, listed: Listed, loss_scale: WithoutScaler) -> bool:
-        """Whether the fused form does it all: one threshold, and nothing else to ask."""
-        return (
-            isinstance(self._rule, MaxNorm)
-            and len(listed.grads) > 0
-            and self._policy in ("skip", "propagate")
-            and loss_scale.alone
-            and self.overlap is None
-        )
-
-    def _clip_at_once_(self, listed: Listed, loss_scale: WithoutScaler) -> "_Looked":
-        assert isinstance(self._rule, MaxNorm)
-        limit = self._rule.limit(self._counters.steps)
-        found, table, total, coef = passes.active().clip_measured_(
-            listed,
-            self._p,
-            limit,
-            loss_scale.inv_scale,
-            self._skips(loss_scale),
-        )
-        return _Looked(
-            found,
-            table,
-            total,
-            Decision(coef, tables.limit(limit, coef.device), {}),
-            tables.found_nonfinite(table),
-        )
-
-    def _look(
-        self, parameters: Sequence[Tensor], listed: Listed, loss_scale: WithoutScaler, dry: bool
-    ) -> "_Looked":
-        """Measure and decide. What the policy writes is written, unless `dry`."""
-        inv_scale = loss_scale.inv_scale
-        found, table = self._measure(listed, loss_scale)
-        bad = tables.found_nonfinite(table)
-        elsewhere = loss_scale.found_elsewhere(bad.device)
-        if elsewhere is not None:
-            bad = bad | elsewhere
-        if self._policy == "error" and not dry:
-            policy.refuse(table, listed, found.names, self._p, INSTEAD)
-            if elsewhere is not None and elsewhere.item():
-                raise RuntimeError(f"{ELSEWHERE}. No gradient has been changed; {INSTEAD}")
-        if self._policy == "zero" and dry:
-            found, table = policy.zeroed(found, table, self._p)
-        elif self._policy == "zero":
-            table = policy.zero_(found, table, self._p)
-        total = tables.total_norm(table, self._p)
-        state = self._remembered.rows(found.names, table.device)
-        if found.names:
-            decision = self._decide(found, table, total, parameters, listed, inv_scale, state)
-        else:
-            total = torch.zeros_like(total)  # as clip_grad_norm_ returns, whatever the order
-            one = torch.ones_like(tables.norms(table, self._p) if self._rule.per_tensor else total)
-            decision = Decision(one, one * math.inf, state)
-        if self._skips(loss_scale):
-            decision = decision.unless(bad, state)
-        return _Looked(found, table, total, decision, bad)
-
-    def _decide(
-        self,
-        found: Gradients,
-        table: Tensor,
-        total: Tensor,
-        parameters: Sequence[Tensor],
-        listed: Listed,
-        inv_scale: Tensor | None,
-        state: dict[str, Tensor],
-    ) -> Decision:
-        measured = Measured(
-            total,
-            tables.norms(table, self._p),
-            self._counters.steps,
-            of_rows(parameters, listed, found),
-            found.tensors,
-            inv_scale,
-        )
-        try:
-            return self._rule.decide(measured, state)
-        except UnsuitableGradient as error:
-            name = found.names[error.row]
-            raise TypeError(f"{listed.called(name)} {error.reason}") from None
-
-    def _leave(self, looked: "_Looked", loss_scale: WithoutScaler) -> Tensor:
-        """What the optimizer is to divide the gradients by."""
-        coef = looked.decision.coef
-        inv_scale = loss_scale.inv_scale
-        factor = coef if inv_scale is None else coef * inv_scale.to(coef.device)
-        rest, grad_scale = folding.split(factor)
-        if tables.peek(rest) != 1:
-            passes.active().scale_(looked.found, rest)
-        return grad_scale
-
-    def _write_(self, looked: "_Looked", loss_scale: WithoutScaler) -> None:
-        """Rescale in place."""
-        inv_scale = loss_scale.inv_scale
-
-        def factor(coef: Tensor) -> Tensor:
-            if inv_scale is None:
-                return coef
-            unscaled = coef * inv_scale.to(coef.device)
-            return torch.where(looked.bad.to(coef.device), 1.0, unscaled)
-
-        if looked.decision.units is not None:
-            scale_units_(looked.found.tensors, list(map(factor, looked.decision.units)))
-        else:
-            passes.active().scale_(looked.found, factor(looked.decision.coef))
-        loss_scale.unscale_others_(looked.bad)
-
-    def _stats(self, looked: "_Looked", loss_scale: WithoutScaler) -> GradStats:
-        never = torch.zeros_like(looked.bad)
-        return GradStats.decided(
-            looked.found,
-            looked.table,
-            self._p,
-            looked.total,
-            looked.decision.coef,
-            looked.decision.threshold,
-            skipped=looked.bad if self._skips(loss_scale) else never,
-            found_inf=never if self._policy == "zero" else looked.bad,
-        )
-
-
-class _Looked(NamedTuple):
-    """What a step has found, and decided."""
-
-    found: Gradients
-    table: Tensor
-    total: Tensor
-    decision: Decision
-    bad: Tensor  # 0-d bool: an element is not finite, of these gradients or of the optimizers'
 
 
 def _rule(max_norm: Any, rule: Any) -> Rule:
@@ -398,3 +265,13 @@ def _rule(max_norm: Any, rule: Any) -> Rule:
             f"{type(rule).__name__}"
         )
     return rule
+
+
+def _require_distinct(labels: Sequence[str]) -> None:
+    """Of a rule per tensor, which keeps its state by name."""
+    twice = [name for name, count in Counter(labels).items() if count > 1]
+    if twice:
+        raise ValueError(
+            f"the name {twice[0]!r} comes more than once in parameters, and this rule remembers "
+            "tensors by their names"
+        )

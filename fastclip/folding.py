@@ -92,7 +92,7 @@ def ready_to_skip(optimizer: Optimizer) -> bool:
     if _raw(optimizer.step) is not _raw(SGD.step):
         return True
     for group in optimizer.param_groups:
-        if group["momentum"] == 0:
+        if not group["fused"] or group["momentum"] == 0:
             continue
         for parameter in group["params"]:
             state = optimizer.state[parameter]

@@ -1,6 +1,5 @@
 """The parameters a clipper was given, read again at every step."""
 
-from collections import Counter
 from collections.abc import Sequence
 from itertools import chain
 from operator import attrgetter
@@ -8,7 +7,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from fastclip.gradients import Gradients, Listed, Parameters, entries_of
+from fastclip.gradients import Parameters, entries_of
 
 _PARAMETERS = attrgetter("_parameters")
 _MODULES = attrgetter("_modules")
@@ -78,24 +77,3 @@ def _is_plain(root: nn.Module) -> bool:
         and type(module._modules) is dict
         for module in root.modules()
     )
-
-
-def require_distinct(labels: Sequence[str]) -> None:
-    """Of a rule per tensor, which keeps its state by name."""
-    twice = [name for name, count in Counter(labels).items() if count > 1]
-    if twice:
-        raise ValueError(
-            f"the name {twice[0]!r} comes more than once in parameters, and this rule remembers "
-            "tensors by their names"
-        )
-
-
-def of_rows(parameters: Sequence[Tensor], listed: Listed, found: Gradients) -> Sequence[Tensor]:
-    """The parameters of the rows."""
-    if len(found.names) == len(parameters):
-        return parameters
-    own = [parameter for parameter in parameters if parameter.grad is not None]
-    if len(found.names) < len(own):  # some share a gradient, of which there is one row
-        of_label = dict(zip(reversed(listed.labels()), reversed(own), strict=True))
-        own = [of_label[name] for name in found.names]
-    return own

@@ -41,6 +41,8 @@ class Counters:
 class Remembered:
     """A rule's state. That of a rule per tensor is kept by name: a tensor without a gradient keeps
     its row for later, and a new name gets a new one.
+
+    Nothing is changed in place: a shallow copy can be asked without being remembered.
     """
 
     def __init__(self, rule: Rule) -> None:
@@ -78,7 +80,8 @@ class Remembered:
         if fresh and self._state is not None:
             added = self._rule.init(len(fresh), device)
             self._state = {key: torch.cat([old, added[key]]) for key, old in self._state.items()}
-            self._rows |= {name: len(self._rows) + row for row, name in enumerate(fresh)}
+            added_rows = {name: len(self._rows) + row for row, name in enumerate(fresh)}
+            self._rows = self._rows | added_rows
         self._asked = names
         self._index = None
         if names != tuple(self._rows):

@@ -28,6 +28,7 @@ class WithoutScaler:
 
     enabled = False
     inv_scale: Tensor | None = None  # 0-d float32, takes the loss scale out
+    optimizers: Sequence[Optimizer] = ()
     alone = True  # the clipper's gradients are all there is to check and to unscale
 
     def add_others(self, clipped: Sequence[Tensor], listed: Listed) -> None:
@@ -85,7 +86,7 @@ class WithScaler(WithoutScaler):
             )
         self._scaler = scaler
         self._device = scaler._scale.device
-        self._optimizers = optimizers
+        self.optimizers = optimizers
         self._others: Gradients | None = None
         # In float64 for the reason that scaler.unscale_ has: some compilers divide inexactly.
         inverse = scaler._scale.double().reciprocal().float()
@@ -95,7 +96,7 @@ class WithScaler(WithoutScaler):
     def add_others(self, clipped: Sequence[Tensor], listed: Listed) -> None:
         if self.inv_scale is None:
             return
-        owned = {id(p): p for optimizer in self._optimizers for p in _parameters(optimizer)}
+        owned = {id(p): p for optimizer in self.optimizers for p in _parameters(optimizer)}
         mine = set(map(id, clipped))
         if not mine <= owned.keys():
             self._refuse_unowned(clipped, listed, owned.keys())
@@ -119,7 +120,7 @@ class WithScaler(WithoutScaler):
 
     def found_elsewhere(self, device: torch.device) -> Tensor | None:
         if self.inv_scale is None:
-            states = [_state(self._scaler, optimizer) for optimizer in self._optimizers]
+            states = [_state(self._scaler, optimizer) for optimizer in self.optimizers]
             flags = [
                 flag.to(device, non_blocking=device.type == "cuda")
                 for state in states
@@ -137,7 +138,7 @@ class WithScaler(WithoutScaler):
             passes.active().scale_(self._others, torch.where(found, 1.0, inverse))
 
     def record(self, found: Tensor) -> None:
-        for optimizer in self._optimizers:
+        for optimizer in self.optimizers:
             # Each a tensor of its own, to which update() adds; one device, since fused optimizers
             # are given the sum over devices and take nothing but 0 and 1.
             flag = found.to(self._device, torch.float32, copy=True)

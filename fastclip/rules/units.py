@@ -38,7 +38,7 @@ def scale_units_(gradients: Sequence[Tensor], factors: Sequence[Tensor]) -> None
     for gradient, factor in zip(gradients, factors, strict=True):
         wide = torch.float64 if gradient.dtype in tables.WIDE else torch.float32
         factor = factor.to(gradient.device, wide)
-        if factor.device.type == "cpu" and bool((factor == 1).all()):
+        if tables.peek((factor == 1).all()):
             continue
         # The memory, not what a negated view shows of it: copy_ to one of halves drops the sign.
         x = _by_unit(torch._neg_view(gradient) if gradient.is_neg() else gradient)

@@ -1,0 +1,189 @@
+"""One step of a clipper, up to the optimizer's: measure, decide, rescale."""
+
+import math
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from fastclip import folding, passes, policy
+from fastclip import table as tables
+from fastclip.gradients import Gradients, Listed
+from fastclip.policy import Policy
+from fastclip.rules import Decision, MaxNorm, Measured, Rule, State, UnsuitableGradient
+from fastclip.rules import scale_units_ as scale_units_
+from fastclip.scaling import WithoutScaler
+from fastclip.stats import GradStats
+
+INSTEAD = 'nonfinite="skip" skips such steps'
+ELSEWHERE = (
+    "the gradients are not finite: one of the optimizer that is not the clipper's, or one that "
+    "scaler.unscale_ has looked at"
+)
+
+Measure = Callable[[Listed, Tensor | None], tuple[Gradients, Tensor]]
+Rows = Callable[[tuple[str, ...], torch.device], State]  # the rule's state of these gradients
+
+
+class Settings(NamedTuple):
+    """What stays the same from step to step."""
+
+    rule: Rule
+    p: float
+    policy: Policy
+
+
+class Step(NamedTuple):
+    """What a step starts from."""
+
+    settings: Settings
+    number: int  # of steps before it
+    parameters: Sequence[Tensor]
+    listed: Listed  # their gradients
+    loss_scale: WithoutScaler
+    measure: Measure
+    rows: Rows
+
+    @property
+    def at_once(self) -> bool:
+        """Whether the fused form does it all: one threshold, and nothing else to ask."""
+        return (
+            isinstance(self.settings.rule, MaxNorm)
+            and len(self.listed.grads) > 0
+            and self.settings.policy in ("skip", "propagate")
+            and self.loss_scale.alone
+        )
+
+    @property
+    def _leaves(self) -> bool:
+        """Whether gradients that are not finite are left as they are."""
+        return self.settings.policy in ("skip", "error")
+
+    def clip_at_once_(self) -> "Decided":
+        """Measure and rescale in the fused form."""
+        rule, p, _ = self.settings
+        assert isinstance(rule, MaxNorm)
+        limit = rule.limit(self.number)
+        found, table, total, coef = passes.active().clip_measured_(
+            self.listed, p, limit, self.loss_scale.inv_scale, self._leaves
+        )
+        decision = Decision(coef, tables.limit(limit, coef.device), {})
+        bad = tables.found_nonfinite(table)
+        return Decided(self.settings, self.loss_scale, found, table, total, decision, bad)
+
+    def decide(self, dry: bool = False) -> "Decided":
+        """Measure and decide. What the policy writes is written, unless `dry`."""
+        rule, p, chosen = self.settings
+        found, table = self.measure(self.listed, self.loss_scale.inv_scale)
+        bad = tables.found_nonfinite(table)
+        elsewhere = self.loss_scale.found_elsewhere(bad.device)
+        if elsewhere is not None:
+            bad = bad | elsewhere
+        if chosen == "error" and not dry:
+            policy.refuse(table, self.listed, found.names, p, INSTEAD)
+            if elsewhere is not None and elsewhere.item():
+                raise RuntimeError(f"{ELSEWHERE}. No gradient has been changed; {INSTEAD}")
+        if chosen == "zero" and dry:
+            found, table = policy.zeroed(found, table, p)
+        elif chosen == "zero":
+            table = policy.zero_(found, table, p)
+        total = tables.total_norm(table, p)
+        if found.names:
+            state = self.rows(found.names, table.device)
+            decision = self._ask(found, table, total, state)
+            if self._leaves:
+                decision = decision.unless(bad, state)
+        else:
+            total, decision = torch.zeros_like(total), _nothing(rule, table)
+        return Decided(self.settings, self.loss_scale, found, table, total, decision, bad)
+
+    def _ask(self, found: Gradients, table: Tensor, total: Tensor, state: State) -> Decision:
+        measured = Measured(
+            total,
+            tables.norms(table, self.settings.p),
+            self.number,
+            _of_rows(self.parameters, self.listed, found),
+            found.tensors,
+            self.loss_scale.inv_scale,
+        )
+        try:
+            return self.settings.rule.decide(measured, state)
+        except UnsuitableGradient as error:
+            name = found.names[error.row]
+            raise TypeError(f"{self.listed.called(name)} {error.reason}") from None
+
+
+class Decided(NamedTuple):
+    """What a step has found, and decided."""
+
+    settings: Settings
+    loss_scale: WithoutScaler
+    found: Gradients
+    table: Tensor
+    total: Tensor
+    decision: Decision
+    bad: Tensor  # 0-d bool: an element is not finite, of these gradients or of the optimizers'
+
+    def leave_(self, listed: Listed) -> Tensor | None:
+        """What the optimizer is to divide the gradients by, None for nothing; they are written only
+        if one float32 number is not enough."""
+        coef = self.decision.coef
+        inv_scale = self.loss_scale.inv_scale
+        factor = coef if inv_scale is None else coef * inv_scale.to(coef.device)
+        rest, grad_scale = folding.split(factor)
+        passes.active().rescale_(listed, rest)
+        # A fused optimizer that is to divide, if only by 1, writes all gradients as well.
+        return None if tables.peek(grad_scale) == 1 else grad_scale
+
+    def write_(self) -> None:
+        """Rescale in place."""
+        if self.decision.units is not None:
+            scale_units_(self.found.tensors, list(map(self._factor, self.decision.units)))
+        else:
+            passes.active().scale_(self.found, self._factor(self.decision.coef))
+        left = self.bad if self.settings.policy != "propagate" else torch.zeros_like(self.bad)
+        self.loss_scale.unscale_others_(left)
+
+    def _factor(self, coef: Tensor) -> Tensor:
+        inv_scale = self.loss_scale.inv_scale
+        if inv_scale is None:
+            return coef
+        factor = coef * inv_scale.to(coef.device)
+        if self.settings.policy == "propagate":
+            return factor
+        return torch.where(self.bad.to(coef.device), 1.0, factor)
+
+    def stats(self) -> GradStats:
+        never = torch.zeros_like(self.bad)
+        chosen, scaled = self.settings.policy, self.loss_scale.enabled
+        coef = self.decision.coef
+        if chosen == "propagate" and scaled:  # the scaler skips a step that has been written
+            coef = torch.where(self.bad, 1.0, coef)
+        return GradStats.decided(
+            self.found,
+            self.table,
+            self.settings.p,
+            self.total,
+            coef,
+            self.decision.threshold,
+            skipped=self.bad if scaled or chosen in ("skip", "error") else never,
+            found_inf=never if chosen == "zero" else self.bad,
+        )
+
+
+def _nothing(rule: Rule, table: Tensor) -> Decision:
+    """About no gradients, which a rule is not asked about."""
+    one = torch.ones((0,) if rule.per_tensor else (), dtype=torch.float64, device=table.device)
+    return Decision(one, one * math.inf, {})
+
+
+def _of_rows(parameters: Sequence[Tensor], listed: Listed, found: Gradients) -> Sequence[Tensor]:
+    """The parameters of the rows."""
+    if len(found.names) == len(parameters):
+        return parameters
+    own = [parameter for parameter in parameters if parameter.grad is not None]
+    if len(found.names) < len(own):  # some share a gradient, of which there is one row
+        of_label = dict(zip(reversed(listed.labels()), reversed(own), strict=True))
+        own = [of_label[name] for name in found.names]
+    return own
