@@ -13,8 +13,9 @@ import torch
 
 import fastclip
 from benchmarks import machine, memory, report
+from benchmarks.contest import FULL, QUICK
 from benchmarks.memory import DTYPES, MemoryResult
-from benchmarks.rows import FULL, QUICK, ROWS
+from benchmarks.rows import ROWS
 from benchmarks.runner import Result, run
 from fastclip import backends
 from fastclip.backends import native

@@ -20,7 +20,7 @@ from pathlib import Path
 import torch
 
 import fastclip
-from benchmarks.rows import FULL, QUICK, Size
+from benchmarks.contest import FULL, QUICK, Size
 from benchmarks.workloads import Clip, clip
 
 CLEAR_REFS = Path("/proc/self/clear_refs")

@@ -1,58 +1,20 @@
-"""The rows of the table: for each who competes on what, the target, the least traffic."""
+"""The rows of the table: the functions here, GradClipper in `clipper` and `rules`, hooks in
+`overlap`.
+"""
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass
 from functools import partial
 
 import torch
 
 import fastclip
+from benchmarks import clipper, overlap, rules
+from benchmarks.contest import OURS, Contest, Row, Size
 from benchmarks.measure import Side
-from benchmarks.workloads import Clip, Shape, clip, gpt2_small, gradients, many, plain_statistics
+from benchmarks.workloads import Clip, clip, gradients, many, plain_statistics, require_right
 
-OURS = "fastclip"
 STATISTICS = ("norms", "max_abs", "nan_count", "inf_count", "zero_count")
-
-
-@dataclass(frozen=True)
-class Size:
-    """How big the workloads are and how long each row may take."""
-
-    gpt2: list[Shape]
-    n_small: int
-    probe_elements: int
-    seconds: float
-    least_rounds: int
-    most_rounds: int
-
-
-# 2**26 floats are 256 MiB: far beyond any cache, so the probes see memory.
-FULL = Size(gpt2_small(), 2000, 1 << 26, seconds=7.0, least_rounds=6, most_rounds=200)
-# A smoke test: everything runs, the ratios mean nothing (most of it fits in cache).
-QUICK = Size(gpt2_small(width=24), 200, 1 << 20, seconds=0.05, least_rounds=2, most_rounds=4)
-
-
-@dataclass(frozen=True)
-class Contest:
-    """Sides that do the same job on the same `n_bytes` of gradients; one is called OURS."""
-
-    sides: list[Side]
-    n_bytes: int
-
-
-@dataclass(frozen=True)
-class Row:
-    """`reads` and `writes` are the passes over the gradients that no implementation can avoid;
-    none means that the row has no limit in memory traffic."""
-
-    name: str
-    title: str
-    build: Callable[[Size], Contest]
-    at_least: float | None = None
-    reads: int = 0
-    writes: int = 0
-    limit: float | None = None
 
 
 def _gpt2(
@@ -75,19 +37,7 @@ def _clip_contest(problem: Clip) -> Contest:
 
 def _clip_side(name: str, function: Callable[..., torch.Tensor], problem: Clip) -> Side:
     call = partial(function, problem.parameters, problem.max_norm, problem.norm_type)
-    return Side(name, call, problem.restore, partial(_require_right, name, problem))
-
-
-def _require_right(name: str, problem: Clip, norm: torch.Tensor) -> None:
-    """A row that did not do its work must not become a number."""
-    clipped = float(norm) > problem.max_norm
-    scaled = problem.is_scaled()
-    if clipped != problem.clips or scaled != problem.clips:
-        raise RuntimeError(
-            f"{name} returned a norm of {float(norm):g} for max_norm={problem.max_norm:g} "
-            f"and {'changed' if scaled else 'kept'} the gradients; this workload is to be "
-            f"{'clipped' if problem.clips else 'left alone'}"
-        )
+    return Side(name, call, problem.restore, partial(require_right, name, problem))
 
 
 def _statistics(size: Size) -> Contest:
@@ -161,4 +111,4 @@ def _rows() -> list[Row]:
     ]
 
 
-ROWS = _rows()
+ROWS = [*_rows(), *clipper.ROWS, *rules.ROWS, *overlap.ROWS]

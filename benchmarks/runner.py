@@ -6,8 +6,8 @@ from time import perf_counter
 
 import torch
 
+from benchmarks.contest import OURS, Contest, Row, Size
 from benchmarks.measure import Side, Spread, interleave, paired_ratios, rounds_for, spread
-from benchmarks.rows import OURS, Contest, Row, Size
 
 READS = ("read by sum", "read by aminmax")
 WRITE = "multiply in place"
@@ -42,7 +42,8 @@ def run(row: Row, size: Size) -> Result:
     sides = [*contest.sides, *probes]
     start = perf_counter()
     interleave(sides, rounds=1)  # warm-up: first touch of pages, building, thread pools
-    rounds = rounds_for(perf_counter() - start, size.seconds, size.least_rounds, size.most_rounds)
+    budget = size.seconds * row.share
+    rounds = rounds_for(perf_counter() - start, budget, size.least_rounds, size.most_rounds)
     seconds = interleave(sides, rounds)
     return _judge(row, contest, seconds, size.probe_elements * 4)
 

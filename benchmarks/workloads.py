@@ -108,6 +108,18 @@ def plain_statistics(grads: list[torch.Tensor]) -> dict[str, torch.Tensor]:
     }
 
 
+def require_right(name: str, problem: Clip, norm: torch.Tensor) -> None:
+    """A row that did not do its work must not become a number."""
+    clipped = float(norm) > problem.max_norm
+    scaled = problem.is_scaled()
+    if clipped != problem.clips or scaled != problem.clips:
+        raise RuntimeError(
+            f"{name} returned a norm of {float(norm):g} for max_norm={problem.max_norm:g} "
+            f"and {'changed' if scaled else 'kept'} the gradients; this workload is to be "
+            f"{'clipped' if problem.clips else 'left alone'}"
+        )
+
+
 def _filled(shape: Shape, block: torch.Tensor) -> torch.Tensor:
     tensor = torch.empty(shape, dtype=block.dtype)
     for piece in tensor.view(-1).split(BLOCK):

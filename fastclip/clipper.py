@@ -3,6 +3,7 @@
 import warnings
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from copy import copy
 from typing import Any
 
@@ -17,6 +18,7 @@ from fastclip.functional import order
 from fastclip.gradients import Gradients, Listed, Parameters
 from fastclip.listing import Listing
 from fastclip.memory import Counters, Remembered
+from fastclip.overlap import Overlap
 from fastclip.policy import POLICIES, Policy
 from fastclip.rules import MaxNorm, Rule
 from fastclip.scaling import WithoutScaler, scale_of
@@ -61,6 +63,9 @@ class GradClipper:
             - ``"error"``: raise `RuntimeError` naming the parameters, before anything is written;
               this waits for the device at every step;
             - ``"propagate"``: clip and step all the same, as torch does.
+        overlap: measure large gradients during backward, by hooks (see `fastclip.overlap`). What
+            hooks cannot vouch for is measured by the step as ever; `overlap`, None without, says
+            how much that was. Pass a scaler to `clip_` or `step` rather than call ``unscale_``.
 
     Raises:
         TypeError: both `max_norm` and `rule` are given, or something is of a wrong type.
@@ -75,6 +80,7 @@ class GradClipper:
         rule: Rule | None = None,
         norm_type: float | str = 2.0,
         nonfinite: Policy = "skip",
+        overlap: bool = False,
     ) -> None:
         self._listing = Listing(parameters)
         if nonfinite not in POLICIES:
@@ -86,6 +92,9 @@ class GradClipper:
         self._remembered = Remembered(chosen)
         if chosen.per_tensor:
             _require_distinct(self._listing.labels())
+        self.overlap = Overlap(self._settings.p) if overlap else None
+        if self.overlap is not None:
+            self.overlap.watch(self._listing.read()[0])
 
     def clip_(
         self,
@@ -125,6 +134,8 @@ class GradClipper:
         stats, grad_scale = self._advance(loss_scale, optimizer)
         skips = loss_scale.enabled or self._settings.policy == "skip"
         stepping.take(optimizer, loss_scale, stats.found_inf if skips else None, grad_scale)
+        if self.overlap is not None:
+            self.overlap.forget()  # a fused optimizer writes gradients and leaves no mark
         return stats
 
     @torch.no_grad()
@@ -136,6 +147,12 @@ class GradClipper:
         """
         step = self._step(WithoutScaler(), copy(self._remembered))
         return step.decide(dry=True).stats()
+
+    def accumulating(self) -> AbstractContextManager[None]:
+        """For ``with``, around the backward of each micro-batch of an accumulation but the last:
+        with ``overlap=True`` nothing is measured there in vain. Results do not depend on it.
+        """
+        return nullcontext() if self.overlap is None else self.overlap.accumulating()
 
     def counters(self) -> dict[str, Tensor]:
         """`steps` (calls of `clip_` and `step`), `clipped`, `skipped` and `consecutive_skips` so
@@ -176,6 +193,10 @@ class GradClipper:
 
     def _step(self, loss_scale: WithoutScaler, remembered: Remembered) -> Step:
         parameters, names = self._listing.read()
+        if self.overlap is not None:
+            self.overlap.watch(parameters)
+            if loss_scale.enabled and loss_scale.inv_scale is None:
+                self.overlap.forget()  # the user has unscaled them, which leaves no mark
         listed = Listed([parameter.grad for parameter in parameters], names)
         loss_scale.add_others(parameters, listed)
         return Step(
@@ -193,7 +214,10 @@ class GradClipper:
         p = self._settings.p
         if not listed.grads:
             return Gradients.of_rows(()), tables.empty(p, 0, torch.device("cpu"))
-        found, table = passes.active().measure(listed, p, inv_scale)
+        active = passes.active()
+        if self.overlap is not None and active is passes:
+            return self.overlap.measure(listed, inv_scale)
+        found, table = active.measure(listed, p, inv_scale)
         return found, table
 
     @torch.no_grad()
@@ -204,7 +228,7 @@ class GradClipper:
         step = self._step(loss_scale, self._remembered)
         folds = optimizer is not None and self._folds(optimizer, step)
         grad_scale = None
-        if not folds and step.at_once:
+        if not folds and step.at_once and self.overlap is None:
             decided = step.clip_at_once_()
         else:
             decided = step.decide()

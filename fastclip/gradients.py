@@ -108,6 +108,11 @@ class Gradients:
         numel = tuple(map(Tensor.numel, listed.grads))
         return cls(listed.labels(), numel, listed.grads, (1,) * len(numel), {})
 
+    def rows(self) -> list[Row]:
+        """What `of_rows` makes these of."""
+        fields = zip(self.names, self.numel, self.tensors, self.repeats, strict=True)
+        return [Row(*field, self.sparse.get(number)) for number, field in enumerate(fields)]
+
     def by_device(self) -> dict[torch.device, list[int]]:
         """The row numbers on each device, in order."""
         devices: dict[torch.device, list[int]] = {}

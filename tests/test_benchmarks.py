@@ -10,11 +10,12 @@ import pytest
 import torch
 
 from benchmarks import cpu, memory
+from benchmarks.contest import OURS, QUICK, Row
 from benchmarks.machine import Idleness
 from benchmarks.measure import Side, Spread, interleave, paired_ratios, rounds_for, spread
 from benchmarks.memory import MemoryResult
 from benchmarks.report import HEADER, WIDTH, line
-from benchmarks.rows import OURS, QUICK, ROWS, Row
+from benchmarks.rows import ROWS
 from benchmarks.runner import Result, least_seconds, run
 from benchmarks.workloads import Clip, clip, gpt2_small, gradients, many, plain_statistics
 

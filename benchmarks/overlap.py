@@ -1,0 +1,114 @@
+"""overlap=True: backward and clip, with hooks and without, end to end."""
+
+from collections.abc import Callable
+from functools import partial
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+import fastclip
+from benchmarks.contest import OURS, Contest, Row, Size
+from benchmarks.measure import Side
+
+MAX_NORM = 1e9  # nothing is clipped: to measure is all that hooks can save
+
+
+class GPT(nn.Module):
+    """A decoder as GPT-2 is one, without dropout."""
+
+    def __init__(self, width: int, blocks: int, vocabulary: int = 8192, context: int = 128) -> None:
+        super().__init__()
+        self.token = nn.Embedding(vocabulary, width)
+        self.position = nn.Embedding(context, width)
+        self.blocks = nn.ModuleList(Block(width) for _ in range(blocks))
+        self.norm = nn.LayerNorm(width)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        x = self.token(tokens) + self.position.weight[: tokens.shape[1]]
+        for block in self.blocks:
+            x = block(x)
+        return F.linear(self.norm(x), self.token.weight)
+
+
+class Block(nn.Module):
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.heads = max(width // 64, 1)
+        self.norms = nn.ModuleList(nn.LayerNorm(width) for _ in range(2))
+        self.qkv, self.out = nn.Linear(width, 3 * width), nn.Linear(width, width)
+        self.mlp = nn.Sequential(
+            nn.Linear(width, 4 * width), nn.GELU(approximate="tanh"), nn.Linear(4 * width, width)
+        )
+
+    def forward(self, x: Tensor) -> Tensor:
+        n, length, width = x.shape
+        parts = self.qkv(self.norms[0](x)).view(n, length, 3, self.heads, -1).permute(2, 0, 3, 1, 4)
+        query, key, value = parts
+        mixed = F.scaled_dot_product_attention(query, key, value, is_causal=True)
+        x = x + self.out(mixed.transpose(1, 2).reshape(n, length, width))
+        return x + self.mlp(self.norms[1](x))
+
+
+class _Training:
+    """One model for both sides, which so meet the same state of the allocator: whether freed
+    gradients went back to the system changes a backward by more than hooks could save."""
+
+    def __init__(self, model: nn.Module, loss: Callable[[nn.Module], Tensor]) -> None:
+        self.model, self._loss = model, loss
+        self._last = torch.zeros(())
+        self.plain = fastclip.GradClipper(model, MAX_NORM)
+        self.hooked = fastclip.GradClipper(model, MAX_NORM, overlap=True)
+
+    def forward(self, hooks: bool) -> None:
+        assert self.hooked.overlap is not None
+        if hooks:
+            self.hooked.overlap.watch(list(self.model.parameters()))
+        else:
+            self.hooked.overlap.close()
+        self.model.zero_grad()
+        self._last = self._loss(self.model)
+
+    def backward(self, clipper: fastclip.GradClipper) -> fastclip.GradStats:
+        self._last.backward()
+        return clipper.clip_()
+
+    def check(self, stats: fastclip.GradStats) -> None:
+        hooks = self.hooked.overlap
+        if not float(stats.total_norm) > 0 or (hooks is not None and hooks.served[0] == 0):
+            raise RuntimeError(f"hooks served {hooks and hooks.served}, norm {stats.total_norm}")
+
+    def contest(self) -> Contest:
+        sides = [
+            Side("after", partial(self.backward, self.plain), partial(self.forward, False)),
+            Side(
+                OURS, partial(self.backward, self.hooked), partial(self.forward, True), self.check
+            ),
+        ]
+        return Contest(sides, sum(p.nbytes for p in self.model.parameters()))
+
+
+def _transformer(size: Size) -> Contest:
+    tokens = torch.randint(0, 8192, (4, 129), generator=torch.Generator().manual_seed(0))
+
+    def loss(model: nn.Module) -> Tensor:
+        return F.cross_entropy(model(tokens[:, :-1]).flatten(0, 1), tokens[:, 1:].flatten())
+
+    torch.manual_seed(0)
+    return _Training(GPT(*size.gpt), loss).contest()
+
+
+def _mlp(size: Size) -> Contest:
+    width, depth = size.mlp
+    x = torch.randn(32, width, generator=torch.Generator().manual_seed(0))
+
+    torch.manual_seed(0)
+    layers = [(nn.Linear(width, width), nn.ReLU()) for _ in range(depth)]
+    model = nn.Sequential(*(part for layer in layers for part in layer))
+    return _Training(model, lambda model: model(x).square().mean()).contest()
+
+
+ROWS = [
+    Row("overlap-gpt", "backward, clip: hooks, GPT 6 x 384", _transformer),
+    Row("overlap-mlp", "backward, clip: hooks, MLP 24 x 1024", _mlp),
+]

@@ -1,0 +1,355 @@
+"""Overlap with backward: kinds of backward, and where hooks are."""
+
+import copy
+import gc
+import io
+import weakref
+from collections.abc import Iterator
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+from torch.utils.flop_counter import FlopCounterMode
+
+from fastclip import gradients, passes
+from fastclip.overlap import Overlap
+from fastclip.testing.compare import bitwise_equal
+from tests.backward import loss_of, mlp, n_hooks, right, watching
+from tests.making import grads_of
+
+# Which backward
+
+
+def test_accumulation_is_right_and_only_the_last_backward_counts(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    model = mlp()
+    overlap = watching(model)
+    reads = 0
+    measured = Overlap._measured
+
+    def count(self: Overlap, gradient: Tensor | None) -> object:
+        nonlocal reads
+        record = measured(self, gradient)
+        reads += record is not None
+        return record
+
+    monkeypatch.setattr(Overlap, "_measured", count)
+    with overlap.accumulating():
+        loss_of(model, 0).backward()
+        with overlap.accumulating():
+            loss_of(model, 1).backward()
+        loss_of(model, 2).backward()
+    assert reads == 0
+    loss_of(model, 3).backward()
+    assert reads == 4
+    right(overlap, model, served=(4, 4))
+
+
+def test_accumulation_without_saying_so() -> None:
+    model = mlp()
+    overlap = watching(model)
+    for seed in range(3):
+        loss_of(model, seed).backward()
+    right(overlap, model, served=(4, 4))
+
+
+def test_a_backward_within_accumulating_makes_earlier_rows_stale() -> None:
+    model = mlp()
+    overlap = watching(model)
+    loss_of(model, 0).backward()
+    with overlap.accumulating():
+        loss_of(model, 1).backward()
+    with pytest.warns(UserWarning, match="all gradients were changed or"):
+        right(overlap, model, served=(0, 4))
+
+
+def test_accumulating_ends_with_an_error() -> None:
+    model = mlp()
+    overlap = watching(model)
+    with pytest.raises(KeyError), overlap.accumulating():
+        raise KeyError
+    loss_of(model).backward()
+    right(overlap, model, served=(4, 4))
+
+
+def test_every_backward_within_accumulating_is_said_once() -> None:
+    model = mlp()
+    overlap = watching(model)
+    with overlap.accumulating():
+        loss_of(model).backward()
+    with pytest.warns(UserWarning, match=r"no hook has run.*accumulating\(\)"):
+        right(overlap, model, served=(0, 4))
+    right(overlap, model, served=(0, 4))
+
+
+def test_parameters_that_took_no_part() -> None:
+    model = mlp()
+    overlap = watching(model)
+    loss_of(model).backward()
+    right(overlap, model, served=(4, 4))
+    model.zero_grad(set_to_none=False)
+    model[0](torch.ones(1, 12)).sum().backward()  # those of model[2] are 0 now
+    right(overlap, model, served=(2, 4))
+    model.zero_grad()
+    model[0](torch.ones(1, 12)).sum().backward()
+    right(overlap, model, served=(2, 2))
+
+
+def test_a_gradient_that_stayed_keeps_its_row() -> None:
+    model = mlp()
+    overlap = watching(model)
+    loss_of(model).backward()
+    model[0].zero_grad()
+    model[0](torch.ones(1, 12)).sum().backward()
+    right(overlap, model, served=(4, 4))
+
+
+def test_tied_weights_are_measured_once_with_all_their_parts() -> None:
+    model = mlp()
+    model[2].weight = model[0].weight
+    overlap = watching(model)
+    loss_of(model).backward()
+    right(overlap, model, served=(3, 3))
+
+
+def test_one_gradient_on_two_parameters_counts_once() -> None:
+    model = mlp()
+    overlap = watching(model)
+    loss_of(model).backward()
+    grad, other = model[0].weight.grad, model[2].weight
+    assert isinstance(grad, Tensor)
+    other.grad = grad
+    right(overlap, model, served=(0, 4))
+    other.grad = grad.view(12, 12)  # another tensor on the same memory
+    right(overlap, model, served=(0, 4))
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_activation_checkpointing(reentrant: bool) -> None:
+    model = mlp()
+    overlap = watching(model)
+    x = torch.randn(5, 12, requires_grad=True)
+    for _ in range(2):  # the first layer twice: its weight is accumulated in two parts
+        x = checkpoint(model[0], x, use_reentrant=reentrant)
+    model[2](x).square().sum().backward()
+    right(overlap, model, served=(4, 4))
+
+
+def test_two_backwards_of_one_graph() -> None:
+    model = mlp()
+    overlap = watching(model)
+    loss = loss_of(model)
+    loss.backward(retain_graph=True)
+    loss.backward()
+    right(overlap, model, served=(4, 4))
+
+
+@pytest.mark.filterwarnings("ignore:Using backward.. with create_graph:UserWarning")
+def test_gradients_that_are_to_be_differentiated_themselves() -> None:
+    model = mlp()
+    overlap = watching(model)
+    loss_of(model).backward(create_graph=True)
+    right(overlap, model, served=(4, 4))
+    assert not overlap.measure(gradients.of_parameters(model))[1].requires_grad
+    torch.stack([g.square().sum() for g in grads_of(list(model.parameters()))]).sum().backward()
+    right(overlap, model, served=(4, 4))
+    for parameter in model.parameters():
+        parameter.grad = None  # else model and gradients keep each other alive
+
+
+def test_sparse_and_complex_gradients_beside_dense_ones() -> None:
+    model = nn.ModuleDict({"rows": nn.Embedding(30, 12, sparse=True), "rest": mlp()})
+    model.register_parameter("c", nn.Parameter(torch.randn(7, dtype=torch.complex64)))
+    overlap = watching(model)
+    x = model["rows"](torch.tensor([3, 3, 4]))
+    (model["rest"](x).square().sum() + model.get_parameter("c").abs().sum()).backward()
+    listed = gradients.of_parameters(model)
+    (found, table), expected = overlap.measure(listed), passes.measure(listed, 2.0)
+    assert bitwise_equal(table, expected[1])
+    assert found.names == expected[0].names
+    assert found.sparse.keys() == expected[0].sparse.keys() == {1}
+    assert overlap.served == (5, 6)
+
+
+def test_a_compiled_model() -> None:
+    model = mlp()
+    overlap = watching(model)
+    compiled = torch.compile(model, backend="aot_eager")
+    for seed in range(2):
+        model.zero_grad()
+        loss_of(compiled, seed).backward()  # type: ignore[arg-type]
+        right(overlap, model, served=(4, 4))
+
+
+def test_a_backward_under_a_dispatch_mode_is_left_alone() -> None:
+    model = mlp()
+    overlap = watching(model)
+    with FlopCounterMode(display=False) as mode:
+        loss_of(model).backward()
+    assert mode.get_total_flops() == 5 * 2 * 5 * 12 * 12  # and nothing of ours
+    with pytest.warns(UserWarning, match="no hook has run"):
+        right(overlap, model, served=(0, 4))
+
+
+def test_a_hook_that_makes_the_step_itself() -> None:
+    model = mlp()
+    overlap = watching(model)
+
+    def step(parameter: Tensor) -> None:
+        parameter.grad = None
+
+    for parameter in model[0].parameters():
+        parameter.register_post_accumulate_grad_hook(step)
+    loss_of(model).backward()
+    right(overlap, model, served=(2, 2))
+
+
+# Where hooks are, and where they go
+
+
+def test_parameters_added_frozen_and_unfrozen_later() -> None:
+    model = mlp()
+    model[2].requires_grad_(False)
+    overlap = watching(model)
+    assert n_hooks(model) == [1, 1, 0, 0]
+    loss_of(model).backward()
+    right(overlap, model, served=(2, 2))
+    model[2].requires_grad_(True)
+    model[0].requires_grad_(False)
+    model.append(nn.Linear(12, 2))
+    model.zero_grad()
+    loss_of(model).backward()
+    right(overlap, model, served=(0, 4))
+    overlap.watch(list(model.parameters()))
+    overlap.watch(list(model.parameters()))
+    assert n_hooks(model) == [1] * 6
+    model.zero_grad()
+    loss_of(model).backward()
+    right(overlap, model, served=(4, 4))
+
+
+def test_what_has_no_gradient_of_its_own_is_not_hooked() -> None:
+    class Mine(nn.Parameter):
+        pass
+
+    leaf = torch.ones(3, requires_grad=True)
+    overlap = Overlap(2.0, least=0)
+    overlap.watch([leaf * 2, torch.ones(3), Mine(torch.ones(3))])
+    assert overlap.reason is not None
+    overlap.watch([leaf])
+    assert overlap.reason is None
+
+
+@pytest.fixture
+def _no_collector() -> Iterator[None]:
+    gc.collect()
+    gc.disable()
+    yield
+    gc.enable()
+
+
+@pytest.mark.parametrize("how", ["close", "collected"])
+@pytest.mark.usefixtures("_no_collector")
+def test_hooks_are_removed(how: str) -> None:
+    model = mlp()
+    overlap = watching(model)
+    loss_of(model).backward()
+    assert n_hooks(model) == [1] * 4
+    if how == "close":
+        overlap.close()
+    else:
+        del overlap
+    assert n_hooks(model) == [0] * 4
+    loss_of(model).backward()
+
+
+@pytest.mark.usefixtures("_no_collector")
+def test_neither_parameters_nor_gradients_are_kept_alive() -> None:
+    model = mlp()
+    overlap = watching(model)
+    loss_of(model).backward()
+    overlap.measure(gradients.of_parameters(model))
+    grad = weakref.ref(model[0].weight.grad)
+    weight = weakref.ref(model[0].weight)
+    model.zero_grad()
+    assert grad() is None
+    del model
+    assert weight() is None
+    assert len(overlap._hooks) == 0
+
+
+def test_a_copied_or_saved_model_has_no_hooks_and_trains() -> None:
+    model = mlp()
+    overlap = watching(model)
+    loss_of(model).backward()
+    saved = io.BytesIO()
+    torch.save(model, saved)
+    saved.seek(0)
+    for other in (copy.deepcopy(model), torch.load(saved, weights_only=False)):
+        assert n_hooks(other) == [0] * 4
+        loss_of(other, 1).backward()
+        right(overlap, model, served=(4, 4))
+
+
+def test_a_copy_watches_for_itself() -> None:
+    model = mlp()
+    overlap = watching(model, 1.0)
+    both = copy.deepcopy((model, overlap))
+    assert (both[1].p, both[1].least) == (1.0, 0)
+    both[1].watch(list(both[0].parameters()))
+    loss_of(both[0]).backward()
+    right(both[1], both[0], served=(4, 4))
+    loss_of(model).backward()
+    right(overlap, model, served=(4, 4))
+
+
+def test_two_watch_the_same_parameters() -> None:
+    model = mlp()
+    first, second = watching(model), watching(model, 1.0)
+    loss_of(model).backward()
+    right(first, model, served=(4, 4))
+    right(second, model, served=(4, 4))
+
+
+def test_not_beside_a_process_group(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = mlp()
+    overlap = watching(model)
+    monkeypatch.setattr(torch.distributed, "is_initialized", lambda: True)
+    with pytest.warns(UserWarning, match=r"no effect: torch\.distributed is initialised"):
+        overlap.watch(list(model.parameters()))
+    overlap.watch(list(model.parameters()))
+    assert overlap.reason is not None
+    assert n_hooks(model) == [0] * 4
+    loss_of(model).backward()
+    right(overlap, model, served=(0, 4))
+    monkeypatch.undo()
+    overlap.watch(list(model.parameters()))
+    loss_of(model).backward()
+    right(overlap, model, served=(4, 4))
+
+
+# Other devices
+
+
+class _Event:
+    def __init__(self) -> None:
+        self.done = False
+
+    def query(self) -> bool:
+        return self.done
+
+
+def test_a_difference_that_arrives_late_is_an_error() -> None:
+    model = mlp()
+    overlap = watching(model)
+    loss_of(model).backward()
+    events = [_Event(), _Event()]
+    for event, differ in zip(events, (False, True), strict=True):
+        overlap._comparisons._underway.append((torch.tensor(differ), event))  # type: ignore[arg-type]
+    events[1].done = True  # read in order
+    right(overlap, model, served=(4, 4))
+    events[0].done = True
+    with pytest.raises(RuntimeError, match="an earlier step was clipped by their old norms"):
+        overlap.measure(gradients.of_parameters(model))
