@@ -10,6 +10,7 @@ TYPE_CHECKING = False
 
 if TYPE_CHECKING:
     from fastclip import backends as backends
+    from fastclip import monitor as monitor
     from fastclip import rules as rules
     from fastclip.backends import backend as backend
     from fastclip.functional import clip_grad_norm_ as clip_grad_norm_
@@ -33,10 +34,11 @@ __all__ = [
     "clip_grads_with_norm_",
     "get_total_norm",
     "grad_stats",
+    "monitor",
     "rules",
 ]
 
-_MODULES = frozenset({"backends", "rules"})
+_MODULES = frozenset({"backends", "monitor", "rules"})
 
 _HOME = {
     "GradStats": "stats",
