@@ -38,10 +38,10 @@ def suggest_max_norm(norms: Iterable[float | None], clip_rate: float = 0.01) -> 
     """
     require("clip_rate", clip_rate, "a share over 0 and under 1", lambda x: 0 < x < 1)
     kept = _usable(norms)
-    if len(kept) < FEWEST_CLIPPED / clip_rate:
+    needed = math.ceil(FEWEST_CLIPPED / clip_rate)
+    if len(kept) < needed:
         raise ValueError(
-            f"a clip rate of {clip_rate:g} needs at least {FEWEST_CLIPPED / clip_rate:.0f} "
-            f"gradient norms, got {len(kept)}"
+            f"a clip rate of {clip_rate:g} needs at least {needed} gradient norms, got {len(kept)}"
         )
     ordered = sorted(kept)
     max_norm = _threshold(ordered, clip_rate)

@@ -27,16 +27,14 @@ class Incident(NamedTuple):
 def incidents(events: Iterable[Event], gap: float) -> list[Incident]:
     """Merge events, in the order in which a Monitor gives them.
 
-    One belongs to the incident before it if it has the same onset or is at most `gap` steps later.
+    One belongs to the incident before it if that was going on at its onset, or ended at most `gap`
+    steps before it.
     """
     found: list[Incident] = []
     for event in events:
         now = found[-1] if found else None
-        if (
-            now
-            and event.step >= now.last
-            and (event.onset == now.onset or event.step - now.last <= gap)
-        ):
+        begun = event.step - gap if event.onset is None else min(event.onset, event.step - gap)
+        if now and begun <= now.last <= event.step:
             found[-1] = _extended(now, event)
         else:
             found.append(

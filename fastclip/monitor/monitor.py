@@ -1,10 +1,10 @@
 """The Monitor: observes records, as they come or from a log, and says what its detectors find."""
 
 import math
+import os
 from collections import deque
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
 from fastclip.monitor.bands import Bands
@@ -70,7 +70,7 @@ class Monitor:
         if unknown:
             raise TypeError(f"a record has no {min(unknown)!r}; its fields are {', '.join(NAMES)}")
         given = {"step": step, **(from_stats(stats) if stats is not None else {}), **fields}
-        # Between these two lines is the place for a queue of device tensors and their copies.
+        # What is on a device, which on_host refuses, has to wait for its copy between these lines.
         record = make_record({name: on_host(name, value) for name, value in given.items()})
         if fields.get("attempt") is None:
             record = self._in_attempt(record, self._next_attempt(record.step))
@@ -83,10 +83,10 @@ class Monitor:
         """Wait for what is still being read back from a device, and observe it; its events."""
         return []
 
-    def replay(self, log: str | Path | Iterable[StepRecord]) -> list[Event]:
+    def replay(self, log: str | os.PathLike[str] | Iterable[StepRecord]) -> list[Event]:
         """Observe the records of a log, and write them to no sink; their events."""
         events: list[Event] = []
-        for record in JSONL(log) if isinstance(log, str | Path) else log:
+        for record in JSONL(log) if isinstance(log, str | os.PathLike) else log:
             # 0 is also what a log says that knows nothing of attempts.
             attempt = record.attempt or self._next_attempt(record.step)
             events += self._judge(self._in_attempt(record, attempt))

@@ -5,6 +5,7 @@ import math
 import random
 from collections.abc import Iterable
 from dataclasses import replace
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +21,11 @@ def mixtral() -> list[StepRecord]:
 
 def healthy(steps: int, seed: int = 0) -> list[StepRecord]:
     """Every metric, with the noise that real ones have: norms spread by factors."""
+    return list(_healthy(steps, seed))
+
+
+@cache
+def _healthy(steps: int, seed: int) -> list[StepRecord]:
     noise = random.Random(seed)
     made = []
     for step in range(steps):
@@ -61,6 +67,11 @@ def times(factor: float) -> Any:
 
 def incident_log(steps: int = 2000) -> list[StepRecord]:
     """Something of everything: spikes, NaN, missing values, a slow rise, clipping, overflows."""
+    return list(_incident_log()[:steps])
+
+
+@cache
+def _incident_log() -> list[StepRecord]:
     records: list[StepRecord] = changed(
         healthy(2000, seed=1),
         (range(150, 152), "loss", times(2)),
@@ -77,7 +88,7 @@ def incident_log(steps: int = 2000) -> list[StepRecord]:
         (range(1500, 1900), "loss", lambda loss: loss * 1.3),
         ([1950], "update_ratio", -math.inf),
     )
-    return records[:steps]
+    return records
 
 
 def verdicts(detector: Detector, records: Iterable[StepRecord]) -> list[Event]:

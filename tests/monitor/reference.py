@@ -1,4 +1,4 @@
-"""The detectors and bands once more, from their definition, with all values at hand and no hurry."""
+"""The detectors and bands once more, by definition, with all values at hand and no hurry."""
 
 import math
 from collections.abc import Sequence

@@ -155,7 +155,7 @@ METRICS = ("loss", "val_loss", "grad_norm", "activation_max", "param_norm", "upd
 @pytest.mark.parametrize("metric", METRICS)
 @pytest.mark.parametrize("bad", [NAN, INF, -INF], ids=str)
 def test_nonfinite_names_each_metric_at_once(metric: str, bad: float) -> None:
-    [event] = verdicts(NonFinite(), [StepRecord(0, **{metric: bad})])
+    [event] = verdicts(NonFinite(), [replace(StepRecord(0), **{metric: bad})])  # type: ignore[arg-type]
     assert (event.metric, event.level, event.step) == (metric, "critical", 0)
     assert str(event.value) == str(bad)
     assert event.message == f"{metric} is {bad}"
