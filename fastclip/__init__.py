@@ -10,6 +10,7 @@ TYPE_CHECKING = False
 
 if TYPE_CHECKING:
     from fastclip import backends as backends
+    from fastclip import monitor as monitor
     from fastclip import rules as rules
     from fastclip.backends import backend as backend
     from fastclip.clipper import GradClipper as GradClipper
@@ -35,10 +36,11 @@ __all__ = [
     "clip_grads_with_norm_",
     "get_total_norm",
     "grad_stats",
+    "monitor",
     "rules",
 ]
 
-_MODULES = frozenset({"backends", "rules"})
+_MODULES = frozenset({"backends", "monitor", "rules"})
 
 _HOME = {
     "GradClipper": "clipper",

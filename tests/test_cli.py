@@ -66,7 +66,7 @@ def test_version() -> None:
 def test_help_lists_the_commands() -> None:
     done = run("--help", COLUMNS="80")
     assert done.returncode == 0
-    for command in ("demo", "doctor", "check"):
+    for command in ("demo", "doctor", "check", "replay", "calibrate"):
         assert f"\n    {command} " in done.stdout
     assert max(map(len, done.stdout.splitlines())) <= 80
 

@@ -1,14 +1,14 @@
 """What a rule is, and what rules share."""
 
 import math
-from collections.abc import Callable, Sequence
-from numbers import Integral, Real
+from collections.abc import Sequence
 from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor
 
 from fastclip import table as tables
+from fastclip.checks import require as require
 
 State = dict[str, Tensor]
 
@@ -106,18 +106,6 @@ def scalars(device: torch.device, *names: str, counts: Sequence[str] = ()) -> St
     """Zeros: float64 for `names`, int64 for `counts`, 0-d."""
     state = {name: torch.zeros((), dtype=torch.float64, device=device) for name in names}
     return state | {name: torch.zeros((), dtype=torch.int64, device=device) for name in counts}
-
-
-def require(
-    name: str, value: object, what: str, holds: Callable[[float], bool], whole: bool = False
-) -> None:
-    """Raise unless `value` is a number, a `whole` one if need be, that `holds`; say `what` it must
-    be.
-    """
-    if isinstance(value, bool) or not isinstance(value, Integral if whole else Real):
-        raise TypeError(f"{name} must be {what}, got {value!r:.80}")
-    if not holds(float(value)):  # false for NaN
-        raise ValueError(f"{name} must be {what}, got {value!r:.80}")
 
 
 def require_max_norm(max_norm: object) -> None:
