@@ -169,7 +169,7 @@ def test_wrapped_with_a_scaler(optimizer: str, wrapper: str) -> None:
     assert [number for number, s in enumerate(stats) if s.skipped] == [0, 7]
 
 
-class Rescaling(AdamW):
+class Rescaling(Adam):
     """A subclass that does something to the gradients of its own before it steps."""
 
     @torch.no_grad()
