@@ -17,7 +17,6 @@ import torch
 from torch import Tensor
 from torch.optim import SGD, Adagrad, Adam, AdamW, Optimizer
 
-from fastclip import table as tables
 from fastclip.gradients import Gradients, Listed
 
 _ATTRIBUTES = ("grad_scale", "found_inf")
@@ -88,20 +87,18 @@ _OF_TORCH = frozenset(_layers(kind.step)[-1] for kind in (Adam, AdamW, SGD, Adag
 def covers(optimizer: Optimizer, parameters: Sequence[Tensor]) -> bool:
     """Whether the optimizer's gradients are those of `parameters`, no more and no fewer."""
     own = [parameter for group in optimizer.param_groups for parameter in group["params"]]
-    if set(map(id, own)) == set(map(id, parameters)):
+    if len(own) == len(parameters) and all(map(is_, own, parameters)):
         return True
     return _with_gradients(own) == _with_gradients(parameters)
 
 
 def suits(found: Gradients, listed: Listed) -> bool:
-    """Whether dividing each gradient by one float32 number is the same as rescaling them: not if
-    one would be divided twice, nor in float64, for which that number is not exact enough."""
-    return (
-        len(found.tensors) == len(listed.grads)
-        and all(map(is_, found.tensors, listed.grads))
-        and len({(tensor.device, tensor.dtype in tables.WIDE) for tensor in found.tensors}) == 1
-        and found.tensors[0].dtype not in tables.WIDE
-    )
+    """Whether dividing each gradient by one number is the same as rescaling them: not if one would
+    be divided twice, nor on several devices, to which an optimizer sends it without waiting."""
+    if found.tensors is listed.grads:  # a kernel has taken the list as it is
+        return True
+    same = len(found.tensors) == len(listed.grads) and all(map(is_, found.tensors, listed.grads))
+    return same and len({tensor.device for tensor in found.tensors}) == 1
 
 
 def split(factor: Tensor) -> tuple[Tensor, Tensor]:
