@@ -117,7 +117,14 @@ def handed(
         grad_scale = grad_scale * own_scale
     if found_inf is not None and own_found is not None:
         found_inf = torch.maximum(found_inf, own_found.to(found_inf.device))
-    vars(optimizer)["grad_scale"] = own_scale if grad_scale is None else grad_scale
+    grad_scale = own_scale if grad_scale is None else grad_scale
+    if (
+        grad_scale is not None
+        and _raw(optimizer.step) in _OF_TORCH
+        and tables.peek(grad_scale) == 1
+    ):
+        grad_scale = None  # torch's kernels write all gradients when they divide, be it by 1
+    vars(optimizer)["grad_scale"] = grad_scale
     vars(optimizer)["found_inf"] = own_found if found_inf is None else found_inf
     try:
         yield

@@ -75,6 +75,8 @@ class Step(NamedTuple):
     def decide(self, dry: bool = False) -> "Decided":
         """Measure and decide. What the policy writes is written, unless `dry`."""
         rule, p, chosen = self.settings
+        if isinstance(rule, MaxNorm):  # asked first: a schedule may give what is no threshold
+            rule = MaxNorm(rule.limit(self.number))
         found, table = self.measure(self.listed, self.loss_scale.inv_scale)
         bad = tables.found_nonfinite(table)
         elsewhere = self.loss_scale.found_elsewhere(bad.device)
@@ -91,14 +93,16 @@ class Step(NamedTuple):
         total = tables.total_norm(table, p)
         if found.names:
             state = self.rows(found.names, table.device)
-            decision = self._ask(found, table, total, state)
+            decision = self._ask(rule, found, table, total, state)
             if self._leaves:
                 decision = decision.unless(bad, state)
         else:
             total, decision = torch.zeros_like(total), _nothing(rule, table)
         return Decided(self.settings, self.loss_scale, found, table, total, decision, bad)
 
-    def _ask(self, found: Gradients, table: Tensor, total: Tensor, state: State) -> Decision:
+    def _ask(
+        self, rule: Rule, found: Gradients, table: Tensor, total: Tensor, state: State
+    ) -> Decision:
         measured = Measured(
             total,
             tables.norms(table, self.settings.p),
@@ -108,7 +112,7 @@ class Step(NamedTuple):
             self.loss_scale.inv_scale,
         )
         try:
-            return self.settings.rule.decide(measured, state)
+            return rule.decide(measured, state)
         except UnsuitableGradient as error:
             name = found.names[error.row]
             raise TypeError(f"{self.listed.called(name)} {error.reason}") from None
@@ -125,16 +129,15 @@ class Decided(NamedTuple):
     decision: Decision
     bad: Tensor  # 0-d bool: an element is not finite, of these gradients or of the optimizers'
 
-    def leave_(self, listed: Listed) -> Tensor | None:
-        """What the optimizer is to divide the gradients by, None for nothing; they are written only
-        if one float32 number is not enough."""
+    def leave_(self, listed: Listed) -> Tensor:
+        """What the optimizer is to divide the gradients by; they are written only if one float32
+        number is not enough."""
         coef = self.decision.coef
         inv_scale = self.loss_scale.inv_scale
         factor = coef if inv_scale is None else coef * inv_scale.to(coef.device)
         rest, grad_scale = folding.split(factor)
         passes.active().rescale_(listed, rest)
-        # A fused optimizer that is to divide, if only by 1, writes all gradients as well.
-        return None if tables.peek(grad_scale) == 1 else grad_scale
+        return grad_scale
 
     def write_(self) -> None:
         """Rescale in place."""
