@@ -19,13 +19,14 @@ from fastclip.gradients import Gradients, Listed, Parameters
 from fastclip.listing import Listing
 from fastclip.memory import Counters, Remembered
 from fastclip.overlap import Overlap
-from fastclip.policy import POLICIES, Policy
+from fastclip.policy import POLICIES, SHOWN, Policy
 from fastclip.rules import MaxNorm, Rule
 from fastclip.scaling import WithoutScaler, scale_of
 from fastclip.stats import GradStats
 from fastclip.step import Settings, Step
 
 VERSION = 1  # of the format of `state_dict`
+KEYS = ("version", "counters", "rule", "state")
 
 
 class GradClipper:
@@ -116,8 +117,10 @@ class GradClipper:
                 optimizers given with a scaler; or a schedule gave a negative or NaN threshold.
         """
         loss_scale = scale_of(optimizer, scaler, self._settings.policy)
-        with torch.no_grad():
-            return self._advance(loss_scale, None)[0]
+        stats, _ = self._advance(loss_scale, None)
+        for each in loss_scale.optimizers:  # of the scaler's steps to come
+            folding.ready_to_skip(each)
+        return stats
 
     def step(self, optimizer: Optimizer, scaler: GradScaler | None = None) -> GradStats:
         """Clip the gradients and take the optimizer's step, or skip it.
@@ -175,19 +178,25 @@ class GradClipper:
         Parameters whose names are missing start afresh; a `UserWarning` lists names that are not
         known here. Raises `ValueError`, with nothing changed, for another rule's state.
         """
-        if state_dict.get("version") != VERSION:
-            version = state_dict.get("version")
-            raise ValueError(f"the state has version {version!r}, where {VERSION} is known")
-        if state_dict["rule"] != type(self._settings.rule).__name__:
+        missing = [key for key in KEYS if key not in state_dict]
+        if missing:
+            raise ValueError(f"this is no state of a GradClipper: it has no {missing[0]!r}")
+        if state_dict["version"] != VERSION:
             raise ValueError(
-                f"the state is of the rule {state_dict['rule']}, and this clipper has "
-                f"{type(self._settings.rule).__name__}"
+                f"the state has version {state_dict['version']!r}, where {VERSION} is known"
+            )
+        rule = type(self._settings.rule).__name__
+        if state_dict["rule"] != rule:
+            raise ValueError(
+                f"the state is of the rule {state_dict['rule']}, and this clipper has {rule}"
             )
         extra = self._remembered.load(state_dict["state"], self._listing.labels())
         self._counters.load(state_dict["counters"])
         if extra:
+            more = f" and {len(extra) - SHOWN} more" if len(extra) > SHOWN else ""
             warnings.warn(
-                "the state has parameters that this clipper does not have: " + ", ".join(extra),
+                "the state has parameters that this clipper does not have: "
+                f"{', '.join(extra[:SHOWN])}{more}",
                 stacklevel=2,
             )
 
@@ -232,7 +241,7 @@ class GradClipper:
             decided = step.clip_at_once_()
         else:
             decided = step.decide()
-            if folds and folding.suits(decided.found, step.listed):
+            if folds and decided.foldable(step.listed):
                 grad_scale = decided.leave_(step.listed)
             else:
                 decided.write_()

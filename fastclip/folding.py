@@ -11,6 +11,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from operator import is_
 from typing import Any
+from weakref import ref
 
 import torch
 from torch import Tensor
@@ -25,28 +26,21 @@ _DECLARATION = "_step_supports_amp_scaling"
 SMALLEST = 2.0**-100  # one over it leaves a user's own grad_scale 27 binary orders of magnitude
 
 
-def _raw(function: Any) -> Any:
-    """The function below decorators and methods."""
-    raw = inspect.unwrap(function)
-    return getattr(raw, "__func__", raw)
-
-
-_OF_TORCH = frozenset(_raw(kind.step) for kind in (Adam, AdamW, SGD, Adagrad))
-
-
 def honours(optimizer: Optimizer) -> bool:
     """Whether the step that would run obeys both attributes.
 
-    A wrapper may have the attributes of what it wraps and still swallow ours, so what counts is
-    the function that runs: torch's own, with every group fused, or that of a class which declares
-    ``_step_supports_amp_scaling``, where no class overrides it that does not declare so itself.
-    (Schedulers and profilers decorate a step, and say so by ``__wrapped__``.)
+    A wrapper may have all attributes of what it wraps and still swallow ours, so what counts is the
+    function that runs, on this very object: torch's own, with every group fused, or that of a class
+    which declares ``_step_supports_amp_scaling``, where no class overrides it that does not declare
+    so itself.
     """
-    step = _raw(optimizer.step)
+    step = _function(optimizer)
+    if step is None:
+        return False
     if step in _OF_TORCH:
         return all(group.get("fused") for group in optimizer.param_groups)
     kinds = type(optimizer).__mro__
-    defined = [n for n, kind in enumerate(kinds) if _raw(vars(kind).get("step", len)) is step]
+    defined = [n for n, kind in enumerate(kinds) if _layers(vars(kind).get("step"))[-1] is step]
     declared = [n for n, kind in enumerate(kinds) if vars(kind).get(_DECLARATION) is True]
     if not (defined and declared and declared[0] <= defined[-1]):
         return False
@@ -54,23 +48,58 @@ def honours(optimizer: Optimizer) -> bool:
     return "grad_scaler" not in inspect.signature(step).parameters
 
 
+def _function(optimizer: Optimizer) -> Any:
+    """The function that ``optimizer.step()`` runs on this object in the end; None if that is not
+    certain.
+
+    Profiling hooks, ``torch.no_grad`` and schedulers decorate it. ``__wrapped__`` is a claim, made
+    by ``functools.wraps`` for functions that call something else as well: it is believed of torch.
+    """
+    step = optimizer.step
+    if getattr(step, "__self__", None) is not optimizer and not _refers_to(step, optimizer):
+        return None
+    *decorators, function = _layers(step)
+    return function if all(map(_is_of_torch, decorators)) else None
+
+
+def _layers(step: Any) -> list[Any]:
+    """A function and those it decorates, the outermost first."""
+    layers = [getattr(step, "__func__", step)]
+    while hasattr(layers[-1], "__wrapped__"):
+        layers.append(layers[-1].__wrapped__)
+    return layers
+
+
+def _refers_to(step: Any, optimizer: Optimizer) -> bool:
+    """Whether a scheduler has put this function there, for this object: it has a weak reference."""
+    cells = getattr(step, "__closure__", None) or ()
+    held = [cell.cell_contents for cell in cells]
+    return any(isinstance(each, ref) and each() is optimizer for each in held)
+
+
+def _is_of_torch(function: Any) -> bool:
+    # not by __module__, which wraps() copies
+    return str(getattr(function, "__globals__", {}).get("__name__")).startswith("torch.")
+
+
+_OF_TORCH = frozenset(_layers(kind.step)[-1] for kind in (Adam, AdamW, SGD, Adagrad))
+
+
 def covers(optimizer: Optimizer, parameters: Sequence[Tensor]) -> bool:
     """Whether the optimizer's gradients are those of `parameters`, no more and no fewer."""
     own = [parameter for group in optimizer.param_groups for parameter in group["params"]]
-    if set(map(id, own)) == set(map(id, parameters)):
+    if len(own) == len(parameters) and all(map(is_, own, parameters)):
         return True
     return _with_gradients(own) == _with_gradients(parameters)
 
 
 def suits(found: Gradients, listed: Listed) -> bool:
-    """Whether dividing each gradient by one float32 number is the same as rescaling them: not if
-    one would be divided twice, nor in float64, for which that number is not exact enough."""
-    return (
-        len(found.tensors) == len(listed.grads)
-        and all(map(is_, found.tensors, listed.grads))
-        and len({(tensor.device, tensor.dtype in tables.WIDE) for tensor in found.tensors}) == 1
-        and found.tensors[0].dtype not in tables.WIDE
-    )
+    """Whether dividing each gradient by one number is the same as rescaling them: not if one would
+    be divided twice, nor on several devices, to which an optimizer sends it without waiting."""
+    if found.tensors is listed.grads:  # a kernel has taken the list as it is
+        return True
+    same = len(found.tensors) == len(listed.grads) and all(map(is_, found.tensors, listed.grads))
+    return same and len({tensor.device for tensor in found.tensors}) == 1
 
 
 def split(factor: Tensor) -> tuple[Tensor, Tensor]:
@@ -89,7 +118,7 @@ def ready_to_skip(optimizer: Optimizer) -> bool:
     first step that the flag skipped. Zeros give the same first momentum, ``momentum * 0 + grad``,
     unless there is dampening: then the buffer has to stay missing.
     """
-    if _raw(optimizer.step) is not _raw(SGD.step):
+    if _function(optimizer) is not _layers(SGD.step)[-1]:
         return True
     for group in optimizer.param_groups:
         if not group["fused"] or group["momentum"] == 0:
@@ -117,14 +146,10 @@ def handed(
         grad_scale = grad_scale * own_scale
     if found_inf is not None and own_found is not None:
         found_inf = torch.maximum(found_inf, own_found.to(found_inf.device))
-    grad_scale = own_scale if grad_scale is None else grad_scale
-    if (
-        grad_scale is not None
-        and _raw(optimizer.step) in _OF_TORCH
-        and tables.peek(grad_scale) == 1
-    ):
-        grad_scale = None  # torch's kernels write all gradients when they divide, be it by 1
-    vars(optimizer)["grad_scale"] = grad_scale
+    divisor = own_scale if grad_scale is None else grad_scale
+    if divisor is not None and tables.peek(divisor) == 1 and _function(optimizer) in _OF_TORCH:
+        divisor = None  # torch's kernels write all gradients when they divide, be it by 1
+    vars(optimizer)["grad_scale"] = divisor
     vars(optimizer)["found_inf"] = own_found if found_inf is None else found_inf
     try:
         yield

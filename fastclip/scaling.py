@@ -135,7 +135,7 @@ class WithScaler(WithoutScaler):
     def unscale_others_(self, found: Tensor) -> None:
         if self._others is not None and self.inv_scale is not None:
             inverse = self.inv_scale.to(found.device, torch.float64)
-            passes.active().scale_(self._others, torch.where(found, 1.0, inverse))
+            passes.active().scale_(self._others, inverse.masked_fill(found, 1.0))
 
     def record(self, found: Tensor) -> None:
         for optimizer in self.optimizers:

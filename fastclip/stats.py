@@ -94,14 +94,15 @@ class GradStats:
         found: Gradients,
         table: Tensor,
         norm_type: float,
+        dtype: torch.dtype,
         total: Tensor,
         coef: Tensor,
         threshold: Tensor,
         skipped: Tensor,
         found_inf: Tensor,
     ) -> "GradStats":
-        """Statistics of gradients that a clipper has decided about; numbers in any dtype."""
-        dtype = tables.result_dtype(found.tensors)
+        """Statistics of gradients that a clipper has decided about. `dtype` is that of the norms;
+        the numbers may be in any."""
         clipped = coef < 1
         return cls(
             found.names,

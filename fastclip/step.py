@@ -70,7 +70,9 @@ class Step(NamedTuple):
         )
         decision = Decision(coef, tables.limit(limit, coef.device), {})
         bad = tables.found_nonfinite(table)
-        return Decided(self.settings, self.loss_scale, found, table, total, decision, bad)
+        return Decided(
+            self.settings, self.loss_scale, found, table, total.dtype, total, decision, bad
+        )
 
     def decide(self, dry: bool = False) -> "Decided":
         """Measure and decide. What the policy writes is written, unless `dry`."""
@@ -98,7 +100,8 @@ class Step(NamedTuple):
                 decision = decision.unless(bad, state)
         else:
             total, decision = torch.zeros_like(total), _nothing(rule, table)
-        return Decided(self.settings, self.loss_scale, found, table, total, decision, bad)
+        dtype = tables.result_dtype(found.tensors)
+        return Decided(self.settings, self.loss_scale, found, table, dtype, total, decision, bad)
 
     def _ask(
         self, rule: Rule, found: Gradients, table: Tensor, total: Tensor, state: State
@@ -125,9 +128,14 @@ class Decided(NamedTuple):
     loss_scale: WithoutScaler
     found: Gradients
     table: Tensor
+    dtype: torch.dtype  # of the norms that are returned
     total: Tensor
     decision: Decision
     bad: Tensor  # 0-d bool: an element is not finite, of these gradients or of the optimizers'
+
+    def foldable(self, listed: Listed) -> bool:
+        """Whether an optimizer could apply the coefficient, a float32 number to it."""
+        return self.dtype == torch.float32 and folding.suits(self.found, listed)
 
     def leave_(self, listed: Listed) -> Tensor:
         """What the optimizer is to divide the gradients by; they are written only if one float32
@@ -155,18 +163,19 @@ class Decided(NamedTuple):
         factor = coef * inv_scale.to(coef.device)
         if self.settings.policy == "propagate":
             return factor
-        return torch.where(self.bad.to(coef.device), 1.0, factor)
+        return factor.masked_fill(self.bad.to(coef.device), 1.0)
 
     def stats(self) -> GradStats:
         never = torch.zeros_like(self.bad)
         chosen, scaled = self.settings.policy, self.loss_scale.enabled
         coef = self.decision.coef
         if chosen == "propagate" and scaled:  # the scaler skips a step that has been written
-            coef = torch.where(self.bad, 1.0, coef)
+            coef = coef.masked_fill(self.bad, 1.0)
         return GradStats.decided(
             self.found,
             self.table,
             self.settings.p,
+            self.dtype,
             self.total,
             coef,
             self.decision.threshold,

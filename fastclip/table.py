@@ -68,7 +68,7 @@ def norms(table: Tensor, p: float) -> Tensor:
 
 def total_norm(table: Tensor, p: float) -> Tensor:
     """The p-norm of all elements as one vector, 0-d, float64."""
-    powers = table[:, POWER]
+    powers = table.select(1, POWER)
     if not math.isinf(p):
         return root(powers.sum(), p)
     if not len(powers):
@@ -83,7 +83,7 @@ def coefficient(total: Tensor, max_norm: float | Tensor) -> Tensor:
     """
     threshold = limit(max_norm, total.device)
     coef = (threshold / (total + EPS)).clamp(max=1.0)  # clamp keeps NaN
-    return torch.where(threshold == math.inf, 1.0, coef)
+    return coef.masked_fill(threshold == math.inf, 1.0)
 
 
 def limit(max_norm: float | Tensor, device: torch.device) -> Tensor:
@@ -96,7 +96,7 @@ def limit(max_norm: float | Tensor, device: torch.device) -> Tensor:
 
 def found_nonfinite(table: Tensor) -> Tensor:
     """Whether an element is NaN or infinite, 0-d bool."""
-    return table[:, NAN : INF + 1].sum() > 0
+    return table.narrow(1, NAN, 2).sum() > 0
 
 
 def peek(number: Tensor) -> float | None:

@@ -43,9 +43,9 @@ class Decision(NamedTuple):
 
     def unless(self, found: Tensor, state: State) -> "Decision":
         """This decision; where `found` (0-d bool) holds, coefficients of 1 and the old `state`."""
-        units = self.units and [torch.where(found.to(u.device), 1.0, u) for u in self.units]
+        units = self.units and [u.masked_fill(found.to(u.device), 1.0) for u in self.units]
         return Decision(
-            torch.where(found, 1.0, self.coef),
+            self.coef.masked_fill(found, 1.0),
             self.threshold,
             {name: torch.where(found, state[name], new) for name, new in self.state.items()},
             units,
