@@ -111,7 +111,7 @@ PLAIN: dict[str, Callable[[Sequence[Tensor]], Callable[[], object]]] = {
     "AutoClip": lambda parameters: partial(_by_total, reference.AutoClip(), parameters),
 }
 
-SHARE = 0.4  # of the time of a row: there are ten of these
+SHARE = 0.25  # of the time of a row: there are ten of these
 
 ROWS = [
     *(

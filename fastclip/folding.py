@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 from torch.optim import SGD, Adagrad, Adam, AdamW, Optimizer
 
+from fastclip import table as tables
 from fastclip.gradients import Gradients, Listed
 
 _ATTRIBUTES = ("grad_scale", "found_inf")
@@ -145,7 +146,10 @@ def handed(
         grad_scale = grad_scale * own_scale
     if found_inf is not None and own_found is not None:
         found_inf = torch.maximum(found_inf, own_found.to(found_inf.device))
-    vars(optimizer)["grad_scale"] = own_scale if grad_scale is None else grad_scale
+    divisor = own_scale if grad_scale is None else grad_scale
+    if divisor is not None and tables.peek(divisor) == 1 and _function(optimizer) in _OF_TORCH:
+        divisor = None  # torch's kernels write all gradients when they divide, be it by 1
+    vars(optimizer)["grad_scale"] = divisor
     vars(optimizer)["found_inf"] = own_found if found_inf is None else found_inf
     try:
         yield

@@ -137,16 +137,15 @@ class Decided(NamedTuple):
         """Whether an optimizer could apply the coefficient, a float32 number to it."""
         return self.dtype == torch.float32 and folding.suits(self.found, listed)
 
-    def leave_(self, listed: Listed) -> Tensor | None:
-        """What the optimizer is to divide the gradients by, None for nothing; they are written only
-        if one float32 number is not enough."""
+    def leave_(self, listed: Listed) -> Tensor:
+        """What the optimizer is to divide the gradients by; they are written only if one float32
+        number is not enough."""
         coef = self.decision.coef
         inv_scale = self.loss_scale.inv_scale
         factor = coef if inv_scale is None else coef * inv_scale.to(coef.device)
         rest, grad_scale = folding.split(factor)
         passes.active().rescale_(listed, rest)
-        # A fused optimizer that is to divide, if only by 1, writes all gradients as well.
-        return None if tables.peek(grad_scale) == 1 else grad_scale
+        return grad_scale
 
     def write_(self) -> None:
         """Rescale in place."""

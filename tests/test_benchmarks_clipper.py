@@ -1,0 +1,103 @@
+"""The benchmark's rows for GradClipper: each side does what its name says, or ends the run."""
+
+from functools import partial
+
+import pytest
+import torch
+
+import fastclip
+from benchmarks import clipper, overlap, rules
+from benchmarks.contest import OURS, QUICK
+from benchmarks.measure import Side, interleave
+from benchmarks.workloads import clip
+from tests.backward import n_hooks
+
+
+def sides(name: str) -> dict[str, Side]:
+    rows = {row.name: row for row in (*clipper.ROWS, *rules.ROWS, *overlap.ROWS)}
+    return {side.name: side for side in rows[name].build(QUICK).sides}
+
+
+def lazy(side: Side) -> Side:
+    return Side(side.name, lambda: torch.tensor(1e9), side.before, side.check)
+
+
+@pytest.mark.parametrize("name", ["amp-float32-clipped", "amp-float16-clipped"])
+def test_both_chains_of_mixed_precision_leave_the_same_gradients(name: str) -> None:
+    left, norms = [], []
+    for side in sides(name).values():
+        assert side.before is not None
+        side.before()
+        norms.append(float(side.run()))
+        (grad, *_) = side.run.__self__.problem.gradients  # type: ignore[attr-defined]
+        left.append(grad.clone())
+    assert norms[0] == pytest.approx(norms[1], rel=0.05)  # torch's float16 norm is that far off
+    torch.testing.assert_close(left[0], left[1], rtol=0.05, atol=0)
+
+
+def test_a_chain_that_does_not_unscale_ends_the_run() -> None:
+    with pytest.raises(RuntimeError, match="left 2048 of each gradient, where 1 would be"):
+        interleave([lazy(sides("amp-float32-clipped")[OURS])], rounds=1)
+
+
+@pytest.mark.parametrize("clips", [False, True])
+def test_both_steps_make_the_same_parameters(clips: bool) -> None:
+    after = []
+    for name in ("torch", OURS):
+        side = sides("step-adamw-clipped" if clips else "step-adamw")[name]
+        problem = side.run.__self__.problem  # type: ignore[attr-defined]
+        for _ in range(3):
+            if side.before is not None:
+                side.before()
+            side.run()
+        after.append([parameter.detach().clone() for parameter in problem.parameters])
+    for a, b in zip(*after, strict=True):
+        assert not torch.equal(a, torch.ones_like(a))
+        torch.testing.assert_close(a, b, rtol=0, atol=1e-9)
+
+
+@pytest.mark.parametrize("rule", rules.RULES)
+def test_no_side_of_a_rule_clips_until_gradients_grow(rule: str) -> None:
+    problem = clip([(30, 7), (65,)])
+    for parameter in problem.parameters:
+        parameter.data.fill_(1.0)
+    plain = rules.PLAIN[rule](problem.parameters)
+    ours = fastclip.GradClipper(problem.parameters, rule=rules.RULES[rule]())
+    for _ in range(101):  # through every warm-up
+        plain()
+        ours.clip_()
+        assert not problem.is_scaled()
+    before = [grad.mul_(100).clone() for grad in problem.gradients]
+    stats = ours.measure()
+    assert bool((stats.coef < 0.9).any())
+    plain()
+    assert any(not torch.equal(a, b) for a, b in zip(before, problem.gradients, strict=True))
+
+
+def test_a_rule_that_clips_ends_the_run() -> None:
+    problem = clip([(30, 7)])
+    check = partial(rules.require_untouched, "side", problem)
+    check(fastclip.grad_stats(problem.parameters))
+    with pytest.raises(RuntimeError, match="side clipped: coefficients down to"):
+        check(fastclip.GradClipper(problem.parameters, 1e-3).measure())
+    problem.gradients[0].mul_(0.5)
+    with pytest.raises(RuntimeError, match="side changed the gradients"):
+        check(None)
+
+
+@pytest.mark.parametrize("name", ["overlap-gpt", "overlap-mlp"])
+def test_hooks_are_there_for_one_side_alone(name: str) -> None:
+    both = sides(name)
+    model = both[OURS].run.func.__self__.model  # type: ignore[attr-defined]
+    for side, hooks in (("after", False), (OURS, True), ("after", False)):
+        before = both[side].before
+        assert before is not None
+        before()
+        assert any(n_hooks(model)) is hooks
+
+
+def test_hooks_that_serve_nothing_end_the_run() -> None:
+    both = sides("overlap-mlp")
+    without_hooks = Side(OURS, both["after"].run, both["after"].before, both[OURS].check)
+    with pytest.raises(RuntimeError, match=r"hooks served \(0, 0\)"):
+        interleave([without_hooks], rounds=1)
