@@ -79,16 +79,18 @@ def basic_blocks(code: str) -> list[list[str]]:
 
 
 def dtype(block: list[str]) -> str | None:
-    """Of a loop that takes 64 bytes of elements a thread, from the arithmetic it does on them."""
+    """Of the elements that it does arithmetic on, from how they are made numbers: 64 bytes or so
+    of them are 8 float64, 16 float32 or 32 halves, of which float16 are converted two at a time
+    and bfloat16 by shifts and masks."""
     counts = Counter(line.split()[0].split(".")[0] for line in block)
     doubles, singles = (sum(counts[f"{kind}{op}"] for op in ("ADD", "FMA", "MUL")) for kind in "DF")
-    if doubles == 8:
+    if doubles >= 8:
         return "float64"
-    if singles == 16:
-        return "float32"
-    if singles == 32:
-        return "float16" if counts["HADD2"] == 32 else "bfloat16"  # bfloat16 needs but shifts
-    return None
+    if singles < 16:
+        return None
+    if counts["HADD2"] >= 16:
+        return "float16"
+    return "bfloat16" if counts["LOP3"] + counts["PRMT"] >= 16 else "float32"
 
 
 def hot(blocks: list[list[str]], kind: str) -> dict[str, list[list[str]]]:

@@ -6,6 +6,7 @@
 
 namespace fastclip::cuda {
 
+constexpr unsigned kAllLanes = 0xffffffff;
 constexpr int kWarp = 32;
 constexpr int kWarps = kThreads / kWarp;
 
@@ -14,11 +15,7 @@ template <class T>
 __device__ inline T load_for_warp(const T* p) {
   T value{};
   if (threadIdx.x % kWarp == 0) value = __ldcg(p);
-  return __shfl_sync(0xffffffff, value, 0);
-}
-
-__device__ inline double load_for_warp(const Number& number) {
-  return number.pointer ? load_for_warp(number.pointer) : number.value;
+  return __shfl_sync(kAllLanes, value, 0);
 }
 
 // A part, and where its tensor lies if the arguments do not say.
@@ -41,9 +38,10 @@ __device__ inline uint32_t fetch_word(const Tables& tables, int i) {
 template <bool kBackwards, class F>
 __device__ inline void for_parts(const Tables& tables, const uint64_t* addresses, const F& f) {
   __shared__ Work works[2];  // in turn: one barrier between a part's arrival and its use is enough
-  const int begin = load_for_warp(tables.first_part + blockIdx.x);
-  const int end = load_for_warp(tables.first_part + blockIdx.x + 1);
-  const int n = end - begin;
+  __shared__ int range[2];
+  if (threadIdx.x < 2) range[threadIdx.x] = __ldg(tables.first_part + blockIdx.x + threadIdx.x);
+  __syncthreads();
+  const int begin = range[0], end = range[1], n = end - begin;
   uint32_t next = n > 0 ? fetch_word(tables, kBackwards ? end - 1 : begin) : 0;
   for (int i = 0; i < n; ++i) {
     Work& work = works[i % 2];
@@ -57,19 +55,23 @@ __device__ inline void for_parts(const Tables& tables, const uint64_t* addresses
 }
 
 __device__ inline double shuffle_down(double value, int lanes) {
-  return __shfl_down_sync(0xffffffff, value, lanes);
+  return __shfl_down_sync(kAllLanes, value, lanes);
 }
 __device__ inline unsigned shuffle_down(unsigned value, int lanes) {
-  return __shfl_down_sync(0xffffffff, value, lanes);
+  return __shfl_down_sync(kAllLanes, value, lanes);
 }
 
 // Lane 0 gets the rows of `width` lanes combined, in an order that depends on nothing.
 template <class Count>
 __device__ inline void combine_lanes(RowOf<double, Count>& row, int width, Norm norm) {
+  const bool finite = !__any_sync(kAllLanes, row.nan > 0 || row.inf > 0);  // as nearly always
   for (int lanes = width / 2; lanes > 0; lanes /= 2) {
-    const RowOf<double, Count> other = {
-        shuffle_down(row.power, lanes), shuffle_down(row.max_abs, lanes),
-        shuffle_down(row.nan, lanes), shuffle_down(row.inf, lanes), shuffle_down(row.zero, lanes)};
+    RowOf<double, Count> other = {shuffle_down(row.power, lanes), shuffle_down(row.max_abs, lanes),
+                                  0, 0, shuffle_down(row.zero, lanes)};
+    if (!finite) {
+      other.nan = shuffle_down(row.nan, lanes);
+      other.inf = shuffle_down(row.inf, lanes);
+    }
     combine(row, other, norm);
   }
 }

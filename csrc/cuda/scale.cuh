@@ -52,8 +52,10 @@ __device__ inline void scale_part(const Part& part, uint64_t address, const Devi
 
 __device__ inline void scale(const Call& call, const uint64_t* addresses) {
   const double* factors = call.factors;
-  const double common = call.factor_per_row ? 0 : load_for_warp(factors);
-  if (common == 1) return;
+  __shared__ double common;
+  if (threadIdx.x == 0 && !call.factor_per_row) common = __ldcg(factors);
+  __syncthreads();
+  if (!call.factor_per_row && common == 1) return;
   for_parts<true>(call.tables, addresses, [&](const Part& part, uint64_t address) {
     const double factor = call.factor_per_row ? load_for_warp(factors + part.row) : common;
     const DeviceLayout* layouts = call.tables.layouts;
