@@ -20,6 +20,8 @@ KEPT = 2000  # states to go back to
 
 States = tuple[Any, ...]  # of the bands, then of each detector
 
+_NOTHING = (0, -math.inf)  # attempt and step before any record
+
 
 class Sink(Protocol):
     """Where records and events go. One that continues what is there already also has
@@ -49,15 +51,18 @@ class Monitor:
         self.detectors = tuple(default_detectors() if detectors is None else detectors)
         self.sinks = tuple(sinks)
         _require_parts(self.detectors, self.sinks)
-        self.attempt = 0
-        self._step = -math.inf  # of the newest record, here or in the log of a sink
+        self._attempt, self._step = _NOTHING  # of the newest record
+        self._logged = _newest(self.sinks)  # the same in the logs that are continued
         self._bands = Bands()
         self._keys = _keys(self.detectors)
         # What the states were after which step. The first entry is from before any.
         self._history: deque[tuple[float, States]] = deque(maxlen=KEPT + 1)
         self._history.append((-math.inf, self._empty()))
-        for sink in self.sinks:
-            self._continue(sink)
+
+    @property
+    def attempt(self) -> int:
+        """Of the newest record; before there is one, of the log that a sink continues."""
+        return max(self._attempt, self._logged[0])
 
     def observe(self, *, step: int, stats: "GradStats | None" = None, **fields: Any) -> list[Event]:
         """Take in what was measured in a step; its events.
@@ -73,8 +78,10 @@ class Monitor:
         # What is on a device, which on_host refuses, has to wait for its copy between these lines.
         record = make_record({name: on_host(name, value) for name, value in given.items()})
         if fields.get("attempt") is None:
-            record = self._in_attempt(record, self._next_attempt(record.step))
+            newest = max(self._step, self._logged[1])
+            record = _in_attempt(record, self.attempt + (record.step <= newest))
         events = self._judge(record)
+        self._logged = _NOTHING
         for sink in self.sinks:
             sink.write(record, events)
         return events
@@ -88,8 +95,8 @@ class Monitor:
         events: list[Event] = []
         for record in JSONL(log) if isinstance(log, str | os.PathLike) else log:
             # 0 is also what a log says that knows nothing of attempts.
-            attempt = record.attempt or self._next_attempt(record.step)
-            events += self._judge(self._in_attempt(record, attempt))
+            attempt = record.attempt or self._attempt + (record.step <= self._step)
+            events += self._judge(_in_attempt(record, attempt))
         return events
 
     def state_dict(self) -> dict[str, Any]:
@@ -120,7 +127,7 @@ class Monitor:
             # Nothing observed yet, so this is where the run starts, whatever its next step.
             self._history[0] = (-math.inf, loaded)
         self._history.append((step, loaded))
-        self.attempt = max(self.attempt, state["attempt"])
+        self._attempt = max(self._attempt, state["attempt"])
         self._step = max(self._step, step)
 
     def _judge(self, record: StepRecord) -> list[Event]:
@@ -136,8 +143,7 @@ class Monitor:
                 events += [_with_onset(event, onset) for event in found]
         self._go_back(record.step)
         self._history.append((record.step, tuple(after)))
-        self._step = record.step
-        self.attempt = record.attempt
+        self._attempt, self._step = record.attempt, record.step
         return events
 
     def _before(self, step: int) -> States:
@@ -152,21 +158,18 @@ class Monitor:
         while self._history and self._history[-1][0] >= step:
             self._history.pop()
 
-    def _next_attempt(self, step: int) -> int:
-        return self.attempt + (step <= self._step)
-
-    def _in_attempt(self, record: StepRecord, attempt: int) -> StepRecord:
-        return record if record.attempt == attempt else replace(record, attempt=attempt)
-
-    def _continue(self, sink: Sink) -> None:
-        """Count on from what a sink has of earlier processes."""
-        last = sink.last() if hasattr(sink, "last") else None
-        if last is not None:
-            self.attempt = max(self.attempt, last.attempt)
-            self._step = max(self._step, last.step)
-
     def _empty(self) -> States:
         return (self._bands.init(), *(detector.init() for detector in self.detectors))
+
+
+def _newest(sinks: Iterable[Sink]) -> tuple[int, float]:
+    """Attempt and step of the newest record that earlier processes left in the sinks."""
+    last = [sink.last() for sink in sinks if hasattr(sink, "last")]
+    return max(((record.attempt, record.step) for record in last if record), default=_NOTHING)
+
+
+def _in_attempt(record: StepRecord, attempt: int) -> StepRecord:
+    return record if record.attempt == attempt else replace(record, attempt=attempt)
 
 
 def _with_onset(event: Event, onset: tuple[int, str] | None) -> Event:

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, fields
+from numbers import Real
 from typing import Any, Literal, NamedTuple
 
 Level = Literal["info", "warn", "critical"]
@@ -35,7 +36,7 @@ class StepRecord:
     `loss`              before     of the training batch
     `val_loss`          after      on validation data
     `grad_norm`         before     of all gradients, before clipping, without a loss scale
-    `clip_coef`         before     what the gradients were multiplied by; of many the smallest
+    `clip_coef`         before     what gradients were multiplied by; the smallest if they differ
     `clipped`           before     whether any gradient was multiplied by less than 1
     `lr`                during     the learning rate of this update
     `loss_scale`        before     the scale that this step's loss was multiplied by
@@ -49,8 +50,8 @@ class StepRecord:
     `layers`            see there  one `LayerRow` per layer
     ==================  =========  =========================================================
 
-    Whether a metric is of the model before or after the update of this step is in the second
-    column: a bad update shows in those from before it one record later.
+    The second column says whether a metric is of the model before or after the update of this step:
+    a bad update shows in those from before it one record later.
     """
 
     step: int
@@ -105,16 +106,21 @@ METRICS = (
 WATCHED = ("loss", "val_loss", "grad_norm", "activation_max", "param_norm", "update_ratio")
 
 
-def _number(value: Any) -> float:
-    if isinstance(value, bool | str):
+def _real(value: Any) -> Any:
+    if isinstance(value, bool) or not isinstance(value, Real):
         raise TypeError
-    return float(value)
+    return value
+
+
+def _number(value: Any) -> float:
+    return float(_real(value))
 
 
 def _whole(value: Any) -> int:
-    if isinstance(value, bool | str) or int(value) != value:
+    whole = int(_real(value))
+    if whole != value:
         raise TypeError
-    return int(value)
+    return whole
 
 
 def _count(value: Any) -> int:

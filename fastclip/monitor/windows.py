@@ -40,6 +40,7 @@ def window_of(values: Iterable[float]) -> Window:
 
 
 def oldest(window: Window) -> float:
+    """The value that leaves next, of a window that has one."""
     blocks, tail, gone = window
     return blocks[0][gone] if blocks else tail[gone]
 

@@ -222,6 +222,18 @@ def states_after(records: list[StepRecord]) -> Any:
     return monitor.state_dict()["detectors"]
 
 
+def test_a_log_may_be_replayed_into_the_monitor_that_goes_on_with_it(tmp_path: Path) -> None:
+    path = tmp_path / "run.jsonl"
+    records = healthy(300)
+    before = Monitor(sinks=[JSONL(path)])
+    live(before, [*records[:200], *records[150:200]])
+    after = Monitor(sinks=[JSONL(path)])
+    after.replay(path)
+    assert (after.attempt, after.state_dict()) == (1, before.state_dict())
+    live(after, records[200:])
+    assert {record.attempt for record in list(JSONL(path))[200:]} == {1}
+
+
 def test_going_back_two_thousand_records_and_further() -> None:
     records = healthy(KEPT + 500)
     near, far = Monitor(), Monitor()

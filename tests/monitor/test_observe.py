@@ -125,6 +125,7 @@ def test_of_many_coefficients_the_smallest() -> None:
 REFUSED: list[tuple[type[Exception], str, dict[str, Any]]] = [
     (TypeError, "a record has no 'los'; its fields are step, loss, val_loss", {"los": 1.0}),
     (TypeError, "loss must be a number, got '2.5'", {"loss": "2.5"}),
+    (TypeError, "loss must be a number, got b'2.5'", {"loss": b"2.5"}),
     (TypeError, "loss must be a number, got True", {"loss": True}),
     (TypeError, "loss must be a number, got 1j", {"loss": 1j}),
     (TypeError, r"loss must be one number, got a tensor of shape \(2,\)", {"loss": torch.ones(2)}),
