@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from fastclip.functional import clip_grads_with_norm_ as clip_grads_with_norm_
     from fastclip.functional import get_total_norm as get_total_norm
     from fastclip.functional import grad_stats as grad_stats
+    from fastclip.order import order_guard as order_guard
     from fastclip.stats import GradStats as GradStats
     from fastclip.stats import LayerStats as LayerStats
 
@@ -33,6 +34,7 @@ __all__ = [
     "clip_grads_with_norm_",
     "get_total_norm",
     "grad_stats",
+    "order_guard",
     "rules",
 ]
 
@@ -47,6 +49,7 @@ _HOME = {
     "clip_grads_with_norm_": "functional",
     "get_total_norm": "functional",
     "grad_stats": "functional",
+    "order_guard": "order",
 }
 
 
