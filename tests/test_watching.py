@@ -174,7 +174,8 @@ def test_someone_elses_wrapper_is_left_alone() -> None:
     cell, calls = watching._cell(name), []
     before = cell.cell_contents
     params = parameters(floats(3.0))
-    with fastclip.order_guard(torch.optim.SGD(params)):
+    optimizer = torch.optim.SGD(params)
+    with fastclip.order_guard(optimizer):
         inner: Callable[..., None] = cell.cell_contents
 
         def outer(*args: Any) -> None:
@@ -226,6 +227,7 @@ def test_traced_while_a_guard_is_on(name: str) -> None:
         CLIPS[name](params, limit if name == "fastclip-norm" else 2.0)
         return grad
 
-    with fastclip.order_guard(torch.optim.SGD(params)):
+    optimizer = torch.optim.SGD(params)
+    with fastclip.order_guard(optimizer):
         graph = make_fx(clip)(floats(1.0, 1.0), torch.tensor(1.0))
     torch.testing.assert_close(graph(floats(30.0, 40.0), torch.tensor(2.0)), floats(1.2, 1.6))
