@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from fastclip.functional import clip_grads_with_norm_ as clip_grads_with_norm_
     from fastclip.functional import get_total_norm as get_total_norm
     from fastclip.functional import grad_stats as grad_stats
+    from fastclip.order import order_guard as order_guard
     from fastclip.stats import GradStats as GradStats
     from fastclip.stats import LayerStats as LayerStats
 
@@ -37,6 +38,7 @@ __all__ = [
     "get_total_norm",
     "grad_stats",
     "monitor",
+    "order_guard",
     "rules",
 ]
 
@@ -52,6 +54,7 @@ _HOME = {
     "clip_grads_with_norm_": "functional",
     "get_total_norm": "functional",
     "grad_stats": "functional",
+    "order_guard": "order",
 }
 
 

@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.amp import GradScaler
 from torch.optim import Optimizer
 
-from fastclip import folding, passes, stepping
+from fastclip import folding, passes, stepping, watching
 from fastclip import table as tables
 from fastclip.functional import order
 from fastclip.gradients import Gradients, Listed, Parameters
@@ -235,6 +235,7 @@ class GradClipper:
     ) -> tuple[GradStats, Tensor | None]:
         """One step up to the optimizer's, and what that is to divide the gradients by, if it is."""
         step = self._step(loss_scale, self._remembered)
+        done = watching.clips(step.parameters, self._limit(), unscales=loss_scale.enabled)
         folds = optimizer is not None and self._folds(optimizer, step)
         grad_scale = None
         if not folds and step.at_once and self.overlap is None:
@@ -245,12 +246,20 @@ class GradClipper:
                 grad_scale = decided.leave_(step.listed)
             else:
                 decided.write_()
+        done()
         stats = decided.stats()
         loss_scale.record(decided.bad)
         if decided.found.names:  # else the rule was not asked
             self._remembered.keep(decided.decision.state)
         self._counters.count(stats.clipped, stats.skipped)
         return stats, grad_scale
+
+    def _limit(self) -> float | Tensor | None:
+        """The threshold a guard is told; not that of a schedule, which is asked once a step."""
+        rule = self._settings.rule
+        if isinstance(rule, MaxNorm) and not callable(rule.max_norm):
+            return rule.limit(0)
+        return None
 
     def _folds(self, optimizer: Optimizer, step: Step) -> bool:
         return (

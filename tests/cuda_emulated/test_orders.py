@@ -24,9 +24,7 @@ def _grads() -> list[Tensor]:
 
 
 @pytest.mark.parametrize("cooperative", [0, 1], ids=["two-launches", "cooperative"])
-def test_the_same_bits_in_a_hundred_orders(
-    cooperative: int, device: Device, cuda: Backend
-) -> None:
+def test_the_same_bits_in_a_hundred_orders(cooperative: int, device: Device, cuda: Backend) -> None:
     grads = _grads()
     clipped = [grad.nan_to_num(0) for grad in grads]
     with device.having(cooperative=cooperative):
