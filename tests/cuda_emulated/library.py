@@ -15,15 +15,18 @@ from fastclip.backends.lists import ListBackend
 ROOT = Path(__file__).resolve().parents[2]
 NAME = "fastclip_cuda_emulated"
 EMULATION = (
-    *("-DFASTCLIP_CUDA_ON_CPU", f"-DFASTCLIP_CUDA_LIBRARY={NAME}"),
-    *("-include", str(ROOT / "tests" / "cuda_on_cpu.h"), "-Wno-unknown-pragmas", "-pthread"),
+    *("-DFASTCLIP_CUDA_ON_CPU", "-include", str(ROOT / "tests" / "cuda_on_cpu.h")),
+    *("-Wall", "-Wextra", "-Werror", "-Wno-sign-compare", "-Wno-unknown-pragmas", "-pthread"),
 )
 
+SMALL_ARGUMENTS_ALONE = ("-DCUDART_VERSION=12000",)  # a compiler before 12.1: half of the work
 
-def build(target: Path, csrc: Path, flags: tuple[str, ...] = ("-O2",)) -> None:
+
+def build(target: Path, csrc: Path, flags: tuple[str, ...] = ("-O2",), name: str = NAME) -> None:
+    """Compile csrc/cuda for the host into `target`, its operators in the namespace `name`."""
     torch_dir = Path(torch.__file__).resolve().parent
     compiler = _build.compiler_command()
-    command = [*compiler, *_build.FLAGS, *EMULATION, *flags]
+    command = [*compiler, *_build.FLAGS, *EMULATION, f"-DFASTCLIP_CUDA_LIBRARY={name}", *flags]
     command += [*_build.host_flags(csrc, torch_dir, "emulated"), "-x", "c++"]
     link = [*compiler, "-shared", "-pthread", *flags, f"-L{torch_dir / 'lib'}"]
     _build.assemble(target, _build_cuda.sources(csrc), lambda _: command, link, ["-ltorch_cpu"])
@@ -32,9 +35,10 @@ def build(target: Path, csrc: Path, flags: tuple[str, ...] = ("-O2",)) -> None:
 class Device:
     """The emulated device: `tests/cuda_on_cpu_blocks.h` lists its controls and counters."""
 
-    def __init__(self, library: Path) -> None:
+    def __init__(self, library: Path, name: str = NAME) -> None:
         torch.ops.load_library(library)
-        self.operators = Operators(getattr(torch.ops, NAME))
+        self._namespace = getattr(torch.ops, name)
+        self.operators = Operators(self._namespace)
         self._library = ctypes.CDLL(str(library))
         self._library.cuda_on_cpu_get.restype = ctypes.c_longlong
         self._library.cuda_on_cpu_set.argtypes = [ctypes.c_char_p, ctypes.c_longlong]
@@ -59,4 +63,4 @@ class Device:
 
     def launches(self) -> int:
         """By the host's own account."""
-        return int(getattr(torch.ops, NAME).launches())
+        return int(self._namespace.launches())

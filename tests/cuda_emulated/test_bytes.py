@@ -83,7 +83,8 @@ def test_scale(grads: list[Tensor], device: Device, cuda: Backend) -> None:
     assert 1 <= read <= 1 + SHARE
     assert 1 <= written <= 1 + SHARE
     read, written = _moved(device, grads, lambda: cuda.scale_(grads, torch.ones_like(coef)))
-    assert (read <= SHARE) and written == 0
+    assert read <= SHARE
+    assert written == 0
 
 
 def test_what_is_not_finite_costs_its_run_alone(device: Device, cuda: Backend) -> None:

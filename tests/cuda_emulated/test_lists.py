@@ -205,7 +205,7 @@ def test_errors_name_what_is_wrong(device: Device, cuda: Backend) -> None:
 def test_what_is_refused_is_left_alone(device: Device) -> None:
     x = torch.ones(8)
     odd = torch.frombuffer(bytearray(17), dtype=torch.float32, count=3, offset=1)
-    for refused in (x[2:2], odd, torch.ones(3).cfloat(), torch.ones(1).expand(3), x):
+    for refused in (x[2:2], odd, torch.ones(3, dtype=torch.complex64), torch.ones(1).expand(3), x):
         grads = [x, torch.ones(3), refused]
         position, written = device.operators.scale_(grads, torch.tensor(0.5, dtype=F64))
         if refused.numel() == 0:

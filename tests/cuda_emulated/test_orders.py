@@ -1,9 +1,7 @@
-"""The same bits whatever the order in which blocks, warps and lanes run; and a wrong one is seen."""
+"""The same bits in whatever order blocks, warps and lanes run; and a wrong combine is seen."""
 
 import math
 import shutil
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -11,8 +9,10 @@ import torch
 from torch import Tensor
 
 from fastclip.backends import Backend
+from fastclip.testing import trials
+from fastclip.testing.cases import CASES
 from fastclip.testing.compare import bitwise_equal
-from tests.cuda_emulated.library import ROOT, Device, build
+from tests.cuda_emulated.library import ROOT, SMALL_ARGUMENTS_ALONE, Device, build
 
 ORDERS = 100
 
@@ -38,3 +38,22 @@ def test_the_same_bits_in_a_hundred_orders(cooperative: int, device: Device, cud
                 for one, other in zip(cuda.clip_(again, 2.0, 1.0, None), results, strict=True):
                     assert bitwise_equal(one, other), seed
             assert all(map(bitwise_equal, again, first)), seed
+
+
+RIGHT = "into.inf += other.inf;"
+WRONG = "into.inf = other.inf;"
+
+
+def test_a_wrong_combine_is_caught(compiler: None, built: Device, tmp_path: Path) -> None:
+    """In csrc/table.h, the one place where rows are combined."""
+    case = next(case for case in CASES if case.id == "value/one-inf-at-borders-float32")
+    assert trials.measure(built.backend(), case, 2.0, "cpu") <= 1
+    csrc = tmp_path / "csrc"
+    shutil.copytree(ROOT / "csrc", csrc)
+    table = csrc / "table.h"
+    assert table.read_text().count(RIGHT) == 1
+    table.write_text(table.read_text().replace(RIGHT, WRONG))
+    library = tmp_path / "wrong.so"
+    build(library, csrc, ("-O0", *SMALL_ARGUMENTS_ALONE), "fastclip_cuda_wrong")
+    wrong = Device(library, "fastclip_cuda_wrong").backend()
+    assert trials.measure(wrong, case, 2.0, "cpu") == math.inf
