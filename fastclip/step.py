@@ -144,7 +144,8 @@ class Decided(NamedTuple):
         inv_scale = self.loss_scale.inv_scale
         factor = coef if inv_scale is None else coef * inv_scale.to(coef.device)
         rest, grad_scale = folding.split(factor)
-        passes.active().rescale_(listed, rest)
+        if tables.peek(rest) != 1:
+            passes.active().rescale_(listed, rest)
         return grad_scale
 
     def write_(self) -> None:

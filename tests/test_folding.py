@@ -332,3 +332,23 @@ def test_the_users_attributes_come_back_after_an_error(own: dict[str, Tensor]) -
     left = {name: vars(optimizer)[name] for name in OWN if name in vars(optimizer)}
     assert left == own
     assert clipper.counters()["steps"] == 1
+
+
+@pytest.mark.parametrize("kind", [Adam, SGD, Adagrad])
+def test_a_coefficient_of_1_is_not_handed_to_torch_on_the_cpu(kind: Any) -> None:
+    """Its kernels write gradients back when they have divided them."""
+    params = two()
+    optimizer, given = kind(params, fused=True), []
+    optimizer.register_step_pre_hook(lambda o, *_: given.append((o.grad_scale, o.found_inf.item())))
+    clipper = GradClipper(params, 5.0)
+    for grad in (floats(3.0, 3.9), floats(6.0, 8.0)):
+        params[0].grad = grad
+        clipper.step(optimizer)
+    assert given[0] == (None, 0.0)
+    assert given[1][0].item() == pytest.approx(2.0)
+
+
+def test_a_class_of_ones_own_is_always_handed_it() -> None:
+    optimizer = Declared(two())
+    GradClipper(optimizer.param_groups[0]["params"], 9.0).step(optimizer)
+    assert optimizer.given[0][0].item() == 1.0
