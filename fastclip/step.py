@@ -11,8 +11,15 @@ from fastclip import folding, passes, policy
 from fastclip import table as tables
 from fastclip.gradients import Gradients, Listed
 from fastclip.policy import Policy
-from fastclip.rules import Decision, MaxNorm, Measured, Rule, State, UnsuitableGradient
-from fastclip.rules import scale_units_ as scale_units_
+from fastclip.rules import (
+    Decision,
+    MaxNorm,
+    Measured,
+    Rule,
+    State,
+    UnsuitableGradient,
+    scale_units_,
+)
 from fastclip.scaling import WithoutScaler
 from fastclip.stats import GradStats
 

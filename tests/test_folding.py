@@ -15,6 +15,7 @@ from torch.optim import SGD, Adagrad, Adam, AdamW, Optimizer
 
 from fastclip import GradClipper, folding
 from fastclip.gradients import of_parameters, sort_out
+from fastclip.policy import POLICIES, Policy
 from fastclip.rules import AGC, AdaGC, Rule
 from tests.making import floats
 
@@ -171,19 +172,25 @@ def test_who_honours_the_attributes(make: Callable[[], Any], expected: bool) -> 
     assert folding.honours(make()) is expected
 
 
-def handed(params: list[Tensor], optimized: list[Tensor], rule: Rule | None = None) -> Any:
+def handed(
+    params: list[Tensor],
+    optimized: list[Tensor],
+    rule: Rule | None = None,
+    policy: Policy = "skip",
+) -> Any:
     """What `Declared` was handed for a grad_scale."""
     optimizer = Declared(optimized)
-    GradClipper(params, None if rule else 1.0, rule=rule).step(optimizer)
+    GradClipper(params, None if rule else 1.0, rule=rule, nonfinite=policy).step(optimizer)
     ((scale, found),) = optimizer.given
     assert found.item() == 0.0
     assert not {"grad_scale", "found_inf"} & vars(optimizer).keys()
     return scale
 
 
-def test_a_single_coefficient_is_handed() -> None:
+@pytest.mark.parametrize("policy", POLICIES)
+def test_a_single_coefficient_is_handed(policy: Policy) -> None:
     params = two()
-    scale = handed(params, params[::-1])
+    scale = handed(params, params[::-1], policy=policy)
     assert (scale.dtype, scale.shape) == (torch.float32, ())
     assert scale.item() == pytest.approx(5.0 + 1e-6, rel=1e-7)
     assert params[0].grad is not None
@@ -219,6 +226,13 @@ def test_others_are_rescaled_in_place(case: Callable[[], Any]) -> None:
     assert handed(params, optimized, *rule) is None
     norms = [p.grad.double().norm().item() for p in params]
     assert max(norms) <= 1.0
+
+
+def test_nothing_to_hand_is_a_plain_step() -> None:
+    params = two()
+    optimizer = Declared(params)
+    GradClipper(params, rule=AdaGC(), nonfinite="propagate").step(optimizer)
+    assert optimizer.given == [(None, None)]
 
 
 def test_suits_only_gradients_that_are_rows_of_their_own() -> None:
