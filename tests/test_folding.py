@@ -15,6 +15,7 @@ from torch.optim import SGD, Adagrad, Adam, AdamW, Optimizer
 
 from fastclip import GradClipper, folding
 from fastclip.gradients import of_parameters, sort_out
+from fastclip.policy import POLICIES, Policy
 from fastclip.rules import AGC, AdaGC, Rule
 from tests.making import floats
 
@@ -171,19 +172,25 @@ def test_who_honours_the_attributes(make: Callable[[], Any], expected: bool) -> 
     assert folding.honours(make()) is expected
 
 
-def handed(params: list[Tensor], optimized: list[Tensor], rule: Rule | None = None) -> Any:
+def handed(
+    params: list[Tensor],
+    optimized: list[Tensor],
+    rule: Rule | None = None,
+    policy: Policy = "skip",
+) -> Any:
     """What `Declared` was handed for a grad_scale."""
     optimizer = Declared(optimized)
-    GradClipper(params, None if rule else 1.0, rule=rule).step(optimizer)
+    GradClipper(params, None if rule else 1.0, rule=rule, nonfinite=policy).step(optimizer)
     ((scale, found),) = optimizer.given
     assert found.item() == 0.0
     assert not {"grad_scale", "found_inf"} & vars(optimizer).keys()
     return scale
 
 
-def test_a_single_coefficient_is_handed() -> None:
+@pytest.mark.parametrize("policy", POLICIES)
+def test_a_single_coefficient_is_handed(policy: Policy) -> None:
     params = two()
-    scale = handed(params, params[::-1])
+    scale = handed(params, params[::-1], policy=policy)
     assert (scale.dtype, scale.shape) == (torch.float32, ())
     assert scale.item() == pytest.approx(5.0 + 1e-6, rel=1e-7)
     assert params[0].grad is not None
@@ -219,6 +226,13 @@ def test_others_are_rescaled_in_place(case: Callable[[], Any]) -> None:
     assert handed(params, optimized, *rule) is None
     norms = [p.grad.double().norm().item() for p in params]
     assert max(norms) <= 1.0
+
+
+def test_nothing_to_hand_is_a_plain_step() -> None:
+    params = two()
+    optimizer = Declared(params)
+    GradClipper(params, rule=AdaGC(), nonfinite="propagate").step(optimizer)
+    assert optimizer.given == [(None, None)]
 
 
 def test_suits_only_gradients_that_are_rows_of_their_own() -> None:
@@ -332,3 +346,23 @@ def test_the_users_attributes_come_back_after_an_error(own: dict[str, Tensor]) -
     left = {name: vars(optimizer)[name] for name in OWN if name in vars(optimizer)}
     assert left == own
     assert clipper.counters()["steps"] == 1
+
+
+@pytest.mark.parametrize("kind", [Adam, SGD, Adagrad])
+def test_a_coefficient_of_1_is_not_handed_to_torch_on_the_cpu(kind: Any) -> None:
+    """Its kernels write gradients back when they have divided them."""
+    params = two()
+    optimizer, given = kind(params, fused=True), []
+    optimizer.register_step_pre_hook(lambda o, *_: given.append((o.grad_scale, o.found_inf.item())))
+    clipper = GradClipper(params, 5.0)
+    for grad in (floats(3.0, 3.9), floats(6.0, 8.0)):
+        params[0].grad = grad
+        clipper.step(optimizer)
+    assert given[0] == (None, 0.0)
+    assert given[1][0].item() == pytest.approx(2.0)
+
+
+def test_a_class_of_ones_own_is_always_handed_it() -> None:
+    optimizer = Declared(two())
+    GradClipper(optimizer.param_groups[0]["params"], 9.0).step(optimizer)
+    assert optimizer.given[0][0].item() == 1.0
