@@ -9,45 +9,11 @@ from torch.nn import functional as F
 
 import fastclip
 from benchmarks.contest import OURS, Contest, Row, Size
+from benchmarks.gpt import GPT
 from benchmarks.measure import Side
 
+VOCABULARY = 8192
 MAX_NORM = 1e9  # nothing is clipped: to measure is all that hooks can save
-
-
-class GPT(nn.Module):
-    """A decoder as GPT-2 is one, without dropout."""
-
-    def __init__(self, width: int, blocks: int, vocabulary: int = 8192, context: int = 128) -> None:
-        super().__init__()
-        self.token = nn.Embedding(vocabulary, width)
-        self.position = nn.Embedding(context, width)
-        self.blocks = nn.ModuleList(Block(width) for _ in range(blocks))
-        self.norm = nn.LayerNorm(width)
-
-    def forward(self, tokens: Tensor) -> Tensor:
-        x = self.token(tokens) + self.position.weight[: tokens.shape[1]]
-        for block in self.blocks:
-            x = block(x)
-        return F.linear(self.norm(x), self.token.weight)
-
-
-class Block(nn.Module):
-    def __init__(self, width: int) -> None:
-        super().__init__()
-        self.heads = max(width // 64, 1)
-        self.norms = nn.ModuleList(nn.LayerNorm(width) for _ in range(2))
-        self.qkv, self.out = nn.Linear(width, 3 * width), nn.Linear(width, width)
-        self.mlp = nn.Sequential(
-            nn.Linear(width, 4 * width), nn.GELU(approximate="tanh"), nn.Linear(4 * width, width)
-        )
-
-    def forward(self, x: Tensor) -> Tensor:
-        n, length, width = x.shape
-        parts = self.qkv(self.norms[0](x)).view(n, length, 3, self.heads, -1).permute(2, 0, 3, 1, 4)
-        query, key, value = parts
-        mixed = F.scaled_dot_product_attention(query, key, value, is_causal=True)
-        x = x + self.out(mixed.transpose(1, 2).reshape(n, length, width))
-        return x + self.mlp(self.norms[1](x))
 
 
 class _Training:
@@ -89,13 +55,13 @@ class _Training:
 
 
 def _transformer(size: Size) -> Contest:
-    tokens = torch.randint(0, 8192, (4, 129), generator=torch.Generator().manual_seed(0))
+    tokens = torch.randint(0, VOCABULARY, (4, 129), generator=torch.Generator().manual_seed(0))
 
     def loss(model: nn.Module) -> Tensor:
         return F.cross_entropy(model(tokens[:, :-1]).flatten(0, 1), tokens[:, 1:].flatten())
 
     torch.manual_seed(0)
-    return _Training(GPT(*size.gpt), loss).contest()
+    return _Training(GPT(*size.gpt, VOCABULARY, context=128), loss).contest()
 
 
 def _mlp(size: Size) -> Contest:
