@@ -10,6 +10,7 @@ TYPE_CHECKING = False
 
 if TYPE_CHECKING:
     from fastclip import backends as backends
+    from fastclip import rules as rules
     from fastclip.backends import backend as backend
     from fastclip.functional import clip_grad_norm_ as clip_grad_norm_
     from fastclip.functional import clip_grad_value_ as clip_grad_value_
@@ -32,7 +33,10 @@ __all__ = [
     "clip_grads_with_norm_",
     "get_total_norm",
     "grad_stats",
+    "rules",
 ]
+
+_MODULES = frozenset({"backends", "rules"})
 
 _HOME = {
     "GradStats": "stats",
@@ -49,8 +53,8 @@ _HOME = {
 if not TYPE_CHECKING:  # a type checker would take __getattr__ to mean that every name exists
 
     def __getattr__(name: str) -> object:
-        if name == "backends":
-            return import_module("fastclip.backends")
+        if name in _MODULES:
+            return import_module(f"fastclip.{name}")
         if name not in _HOME:
             raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
         value = getattr(import_module(f"fastclip.{_HOME[name]}"), name)

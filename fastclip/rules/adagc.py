@@ -1,0 +1,83 @@
+"""A threshold per tensor, which follows its clipped norms."""
+
+import math
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+
+from fastclip.rules.contract import Decision, Measured, State, keep, require, require_max_norm
+
+
+@dataclass(frozen=True)
+class AdaGC:
+    """Clip each tensor to `ratio` times gamma, the exponential mean of its own clipped norms.
+
+    A tensor's first `warmup` steps are clipped by the global norm, ``c = min(1, max_norm / (total +
+    eps))`` (not at all if `max_norm` is None), and gamma is the smallest of its norms after that.
+    From then on, for a norm n::
+
+        n > ratio * gamma:  coef = ratio * gamma / (n + eps),  n' = ratio * gamma
+        else:               coef = 1,                          n' = n
+        gamma = beta * gamma + (1 - beta) * n'
+
+    The steps of the authors' implementation (lishuai-97/AdaGC, arXiv 2502.11034), except that the
+    warm-up is counted per tensor: one that gets its first gradient late has its own, while the
+    others are clipped adaptively already.
+
+    The price of a steady threshold: gamma grows by at most a factor ``beta + (1 - beta) * ratio``
+    a step, 1.0004 by default, so that a norm which doubles for good is held back for 1,733 steps.
+    And a tensor whose gradient is exactly 0 in a warm-up step (LoRA's A in the first one, an expert
+    without tokens) has gamma 0 from then on and gets no gradient any more, as with the authors: set
+    such a gradient to None, or take another rule.
+
+    `threshold` is ``ratio * gamma``, and in warm-up `max_norm`, of the global norm, or infinity.
+    State: gamma (float64) and count (int64), ``[n]``.
+    """
+
+    ratio: float = 1.04
+    beta: float = 0.99
+    warmup: int = 100
+    max_norm: float | None = 1.0
+    eps: float = 1e-6
+
+    per_tensor: ClassVar[bool] = True
+
+    def __post_init__(self) -> None:
+        require("ratio", self.ratio, "a number over 0", lambda x: x > 0)
+        require("beta", self.beta, "a number of at least 0 and under 1", lambda x: 0 <= x < 1)
+        require("warmup", self.warmup, "a whole number of at least 0", lambda x: x >= 0, whole=True)
+        require("eps", self.eps, "a number of at least 0", lambda x: x >= 0)
+        require_max_norm(self.max_norm)
+
+    def init(self, n: int, device: torch.device) -> State:
+        return {
+            "gamma": torch.zeros(n, dtype=torch.float64, device=device),
+            "count": torch.zeros(n, dtype=torch.int64, device=device),
+        }
+
+    def decide(self, measured: Measured, state: State) -> Decision:
+        total, norms = measured.total, measured.norms
+        gamma, count = state["gamma"], state["count"]
+        warm, first = count < self.warmup, count == 0
+        usable = norms.isfinite()
+        share = torch.ones_like(total)
+        if self.max_norm is not None:
+            share = (self.max_norm / (total + self.eps)).clamp(max=1.0)
+            usable &= ~warm | total.isfinite()  # without it a norm of another tensor gets in
+
+        limit = self.ratio * torch.where(first, norms, gamma)
+        within = norms <= limit  # false for NaN, which so reaches coef
+        coef = torch.where(within, 1.0, limit / (norms + self.eps))
+        clipped = torch.where(within, norms, limit)
+        mean = torch.where(first, norms, gamma) * self.beta + clipped * (1 - self.beta)
+
+        shared = share * norms
+        smallest = torch.where(first, shared, torch.minimum(gamma, shared))
+        new = {"gamma": torch.where(warm, smallest, mean), "count": count + 1}
+        cap = math.inf if self.max_norm is None else self.max_norm
+        return Decision(
+            torch.where(warm, share, coef),
+            torch.where(warm, cap, limit),
+            keep(usable, new, state),
+        )

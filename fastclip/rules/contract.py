@@ -1,0 +1,125 @@
+"""What a rule is, and what rules share."""
+
+import math
+from collections.abc import Callable, Sequence
+from numbers import Integral, Real
+from typing import NamedTuple, Protocol
+
+import torch
+from torch import Tensor
+
+from fastclip import table as tables
+
+State = dict[str, Tensor]
+
+
+class Measured(NamedTuple):
+    """What a rule sees of one step: n gradients, on the device of the first one.
+
+    Norms are those of the whole gradients before clipping, without the loss scale.
+    """
+
+    total: Tensor  # 0-d float64, the norm of all gradients as one vector
+    norms: Tensor  # [n] float64
+    step: int  # steps before this one, skipped ones included
+    parameters: Sequence[Tensor]  # [n], on their own devices
+    gradients: Sequence[Tensor]  # [n], as they are stored: still times the loss scale
+    inv_scale: Tensor | None  # 0-d, one over the loss scale; None without one
+
+
+class Decision(NamedTuple):
+    """What to multiply the gradients by, why, and what to remember.
+
+    `coef` and `threshold` are float64, 0-d, or ``[n]`` from a rule per tensor. A rule that scales
+    units (the slices along a tensor's first dimension) gives `units` too: for each tensor one
+    coefficient per unit, float64 ``[units]`` on the tensor's own device; `coef` and `threshold`
+    then are each tensor's smallest.
+    """
+
+    coef: Tensor
+    threshold: Tensor
+    state: State
+    units: Sequence[Tensor] | None = None
+
+    def unless(self, found: Tensor, state: State) -> "Decision":
+        """This decision; where `found` (0-d bool) holds, coefficients of 1 and the old `state`."""
+        units = self.units and [torch.where(found.to(u.device), 1.0, u) for u in self.units]
+        return Decision(
+            torch.where(found, 1.0, self.coef),
+            self.threshold,
+            {name: torch.where(found, state[name], new) for name, new in self.state.items()},
+            units,
+        )
+
+
+class Rule(Protocol):
+    """From norms to coefficients.
+
+    Both methods are made of tensor operations on the device of the norms, none of which waits for
+    it: no ``.item()``, no ``if`` on a tensor, no ``torch.tensor(...)`` sent there. `decide` changes
+    nothing in place.
+
+    A norm that is NaN or infinite leaves the state bitwise as it was (its own row of the state, in
+    a rule per tensor). The coefficient then is what the formula makes of it: what becomes of such
+    a step is not the rule's to say.
+    """
+
+    @property
+    def per_tensor(self) -> bool:
+        """Whether there is a coefficient per tensor. State tensors then have a first dimension of
+        n, whose rows are kept by parameter name."""
+
+    def init(self, n: int, device: torch.device) -> State:
+        """The state before the first step, float64 or int64; per tensor, that of n new rows."""
+
+    def decide(self, measured: Measured, state: State) -> Decision:
+        """The coefficients of one step, and the state after it."""
+
+
+class UnsuitableGradient(TypeError):
+    """A rule cannot take the gradient of a row; `reason` continues "the gradient of ..."."""
+
+    def __init__(self, row: int, reason: str) -> None:
+        super().__init__(f"the gradient of row {row} {reason}")
+        self.row = row
+        self.reason = reason
+
+
+def bounded(
+    total: Tensor, binds: Tensor, threshold: Tensor, max_norm: float | None
+) -> tuple[Tensor, Tensor]:
+    """The coefficient, and the threshold it comes from: `threshold` where it `binds`, else
+    infinity, and never more than `max_norm`.
+    """
+    threshold = torch.where(binds, threshold, math.inf)
+    if max_norm is not None:
+        threshold = threshold.clamp(max=max_norm)
+    return tables.coefficient(total, threshold), threshold
+
+
+def keep(usable: Tensor, new: State, old: State) -> State:
+    """The new state where the step was `usable`, else the old one."""
+    return {name: torch.where(usable, new[name], old[name]) for name in new}
+
+
+def scalars(device: torch.device, *names: str, counts: Sequence[str] = ()) -> State:
+    """Zeros: float64 for `names`, int64 for `counts`, 0-d."""
+    state = {name: torch.zeros((), dtype=torch.float64, device=device) for name in names}
+    return state | {name: torch.zeros((), dtype=torch.int64, device=device) for name in counts}
+
+
+def require(
+    name: str, value: object, what: str, holds: Callable[[float], bool], whole: bool = False
+) -> None:
+    """Raise unless `value` is a number, a `whole` one if need be, that `holds`; say `what` it must
+    be.
+    """
+    if isinstance(value, bool) or not isinstance(value, Integral if whole else Real):
+        raise TypeError(f"{name} must be {what}, got {value!r:.80}")
+    if not holds(float(value)):  # false for NaN
+        raise ValueError(f"{name} must be {what}, got {value!r:.80}")
+
+
+def require_max_norm(max_norm: object) -> None:
+    if max_norm is not None:
+        require("max_norm", max_norm, "a number of at least 0 or None", lambda x: x >= 0)

@@ -1,0 +1,58 @@
+"""One threshold for the global norm."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+
+from fastclip import table as tables
+from fastclip.rules.contract import Decision, Measured, State, require
+
+
+@dataclass(frozen=True, eq=False)  # comparing tensors would wait for the device
+class MaxNorm:
+    """Rescale all gradients by ``min(1, max_norm / (total + 1e-6))``, as torch.nn.utils does.
+
+    `max_norm` is a number of at least 0 (infinity only measures), a one-element Tensor, which
+    stays on its device with its value unchecked, or a schedule ``step -> number``, called once a
+    step with the number of steps before it, skipped ones included.
+
+    Raises `ValueError` for a number that is negative or NaN; for one from a schedule when the step
+    comes, with nothing changed.
+    """
+
+    max_norm: float | Tensor | Callable[[int], float]
+
+    per_tensor: ClassVar[bool] = False
+
+    def __post_init__(self) -> None:
+        if isinstance(self.max_norm, Tensor):
+            if self.max_norm.numel() != 1:
+                shape = tuple(self.max_norm.shape)
+                raise ValueError(f"max_norm must have one element, got shape {shape}")
+        elif not callable(self.max_norm):
+            what = "a number of at least 0, a one-element Tensor or a function of the step"
+            require("max_norm", self.max_norm, what, lambda x: x >= 0)
+
+    def init(self, n: int, device: torch.device) -> State:
+        return {}
+
+    def limit(self, step: int) -> float | Tensor:
+        """The threshold of that step: a checked number, or the 0-d Tensor."""
+        if isinstance(self.max_norm, Tensor):
+            return self.max_norm.detach().reshape(())
+        if not callable(self.max_norm):
+            return float(self.max_norm)
+        value = self.max_norm(step)
+        require(f"max_norm at step {step}", value, "a number of at least 0", lambda x: x >= 0)
+        return float(value)
+
+    def decide(self, measured: Measured, state: State) -> Decision:
+        total, limit = measured.total, self.limit(measured.step)
+        if isinstance(limit, Tensor):
+            threshold = limit.to(total.device, torch.float64)
+        else:
+            threshold = torch.full_like(total, limit)
+        return Decision(tables.coefficient(total, threshold), threshold, state)

@@ -1,0 +1,75 @@
+"""Norms and rescaling by unit: the slices of a tensor along its first dimension.
+
+A tensor of fewer than two dimensions is one unit.
+"""
+
+from collections.abc import Iterator, Sequence
+
+import torch
+from torch import Tensor
+
+from fastclip import table as tables
+
+# Elements that are in a wider dtype at a time, as in the reference backend.
+PIECE = {"cpu": 1 << 16}
+PIECE_ELSEWHERE = 1 << 24
+
+
+def unit_norms(x: Tensor) -> Tensor:
+    """The 2-norm of each unit of a real tensor of any strides, float64 ``[units]``."""
+    x = _by_unit(x)
+    pieces = list(_pieces(x))
+    if len(pieces) == 1:
+        return _norms(x)
+    power = torch.zeros(len(x), dtype=torch.float64, device=x.device)
+    for first, piece in pieces:
+        power.narrow(0, first, len(piece)).add_(_norms(piece).square_())
+    return power.sqrt_()
+
+
+@torch.no_grad()
+def scale_units_(gradients: Sequence[Tensor], factors: Sequence[Tensor]) -> None:
+    """Multiply each unit in place by its own factor, float64 ``[units]``.
+
+    The product is made in float32 (float64 for float64 gradients) and rounded once. A gradient all
+    of whose factors are 1 is not written on the CPU; elsewhere the host does not know them, and
+    the multiplication by 1 leaves every value as it is.
+    """
+    for gradient, factor in zip(gradients, factors, strict=True):
+        wide = torch.float64 if gradient.dtype in tables.WIDE else torch.float32
+        factor = factor.to(gradient.device, wide)
+        if factor.device.type == "cpu" and bool((factor == 1).all()):
+            continue
+        # The memory, not what a negated view shows of it: copy_ to one of halves drops the sign.
+        x = _by_unit(torch._neg_view(gradient) if gradient.is_neg() else gradient)
+        column = factor.view(-1, *[1] * (x.dim() - 1))
+        if gradient.dtype == wide:
+            x.mul_(column)
+            continue
+        for first, piece in _pieces(x):
+            piece.copy_(piece.to(wide) * column.narrow(0, first, len(piece)))
+
+
+def _by_unit(x: Tensor) -> Tensor:
+    """A view whose first dimension counts the units; there is always a second one."""
+    if x.dim() >= 2:
+        return x
+    return x[None] if x.dim() == 1 else x[None, None]
+
+
+def _norms(x: Tensor) -> Tensor:
+    # With a float64 copy of all of x, where there are dimensions to keep: hence the pieces.
+    return torch.linalg.vector_norm(x, 2, dim=tuple(range(1, x.dim())), dtype=torch.float64)
+
+
+def _pieces(x: Tensor, first: int = 0) -> Iterator[tuple[int, Tensor]]:
+    """Views of about `PIECE` elements at most that make up x, each with its first unit's number."""
+    size = PIECE.get(x.device.type, PIECE_ELSEWHERE)
+    if x.numel() <= size:
+        yield first, x
+        return
+    # Several units while one of them is small enough, else parts of one.
+    dim = 0 if len(x) > 1 else max(range(1, x.dim()), key=lambda d: x.shape[d])
+    step = max(1, x.shape[dim] * size // x.numel())
+    for number, part in enumerate(x.split(step, dim)):
+        yield from _pieces(part, first + number * step if dim == 0 else first)
