@@ -47,7 +47,7 @@ TORCHES ?= 2.10.0 2.14.1
 TESTED := .torches/wheel
 test-torches: $(TORCHES:%=.torches/%/.installed) $(VENV)/.installed
 	rm -rf $(TESTED) && mkdir -p $(TESTED)
-	FASTCLIP_BUILD=1 $(PY) -m pip wheel --quiet --no-build-isolation --no-deps . --wheel-dir $(TESTED)
+	FASTCLIP_BUILD=1 FASTCLIP_BUILD_CUDA=0 $(PY) -m pip wheel --quiet --no-build-isolation --no-deps . --wheel-dir $(TESTED)
 	$(PY) -m zipfile -e $(TESTED)/*.whl $(TESTED)
 	cp -r tests pyproject.toml $(TESTED)
 	@for torch in $(TORCHES); do \

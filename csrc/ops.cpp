@@ -145,7 +145,9 @@ std::string simd(std::string level) {
   return cpu::kernels().name;
 }
 
-std::string source_hash() { return FASTCLIP_SOURCE_HASH; }
+// An array, which is in the file in one piece: it is looked for there without loading the library.
+__attribute__((used)) constexpr char kSourceHash[] = FASTCLIP_SOURCE_HASH;
+std::string source_hash() { return kSourceHash; }
 
 }  // namespace
 }  // namespace fastclip

@@ -172,13 +172,13 @@ def build(target: Path, archs: Sequence[Arch], *, torch_dir: Path) -> None:
     host = [*_build.compiler_command(), *_build.FLAGS, *_build.OPTIMIZE]
     host += _build.host_flags(csrc, torch_dir, stamp(csrc, archs))
     n_at_once = max(1, _build.jobs() // max(1, len(sources(csrc))))
-    device = [*nvcc_, *device_flags(csrc), f"--threads={n_at_once}"]
-    device += [flag for arch in archs for flag in arch.flags()]
+    code = [flag for arch in archs for flag in arch.flags()]
+    device = [*nvcc_, *device_flags(csrc), *code, f"--threads={n_at_once}"]
     _build.assemble(
         target,
         sources(csrc),
         lambda source: device if source.suffix == ".cu" else host,
-        [*nvcc_, *LINK_FLAGS, f"-L{torch_dir / 'lib'}"],
+        [*nvcc_, *LINK_FLAGS, *code, f"-L{torch_dir / 'lib'}"],
         ["-ltorch_cpu"],
     )
 
@@ -210,7 +210,7 @@ def cached_library(torch_version: str, torch_dir: Path, archs: Sequence[Arch]) -
     return _build.cached(
         f"{key}-{source_hash(csrc)}-{tools[:8]}",
         f"the CUDA kernels once for compute capability {render(archs)} and torch {torch_version} "
-        "(about a minute)",
+        "(up to a minute)",
         lambda target: build(target, archs, torch_dir=torch_dir),
     )
 

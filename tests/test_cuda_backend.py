@@ -1,14 +1,15 @@
 """What the backend `cuda` says and loads, on machines that are made up: nothing here needs nvcc."""
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
 
-from fastclip import _build_cuda
+from fastclip import _build_cuda, backends
 from fastclip._build_cuda import Arch
 from fastclip.backends import cuda
-from fastclip.backends.contract import Unavailable
+from fastclip.backends.contract import Backend, Unavailable
 from tests.toolchain import Tools
 
 TORCH_DIR = Path(torch.__file__).parent
@@ -93,3 +94,48 @@ def test_what_is_loaded(
     else:
         assert loaded == [library]
         assert origin == f"built ahead, {library}"
+
+
+@pytest.fixture
+def kernels(device: None, library: Path, monkeypatch: pytest.MonkeyPatch) -> list[Exception]:
+    """What is put into this list is raised when a kernel is started."""
+    errors: list[Exception] = []
+
+    class Kernels:
+        def __init__(self, operators: object) -> None:
+            pass
+
+        def measure(self, *arguments: object) -> tuple[torch.Tensor, int]:
+            if errors:
+                raise errors[0]
+            return torch.zeros(1, 5), -1
+
+    monkeypatch.setattr(cuda, "Operators", Kernels)
+    monkeypatch.setattr(cuda, "_loaded", lambda: f"built ahead, {library}")
+    monkeypatch.setattr(torch, "zeros", lambda *size, device=None: torch.ones(size))
+    return errors
+
+
+def test_kernels_that_start(kernels: list[Exception], library: Path) -> None:
+    provided = cuda.provide()
+    assert (provided.name, provided.device_types) == ("cuda", frozenset({"cuda"}))
+    assert provided.about.startswith(f"CUDA kernels, built ahead, {library}; complex gradients and")
+
+
+def test_kernels_that_do_not_start(kernels: list[Exception], library: Path) -> None:
+    kernels.append(RuntimeError("CUDA could not start a kernel: the driver is too old"))
+    assert reason() == (
+        f"CUDA kernels, built ahead, {library}, but they do not start: "
+        "CUDA could not start a kernel: the driver is too old"
+    )
+
+
+def test_it_comes_after_triton(kernels: list[Exception], monkeypatch: pytest.MonkeyPatch) -> None:
+    found: dict[str, Backend | Unavailable] = {"cuda": cuda.provide()}
+    found["triton"] = Unavailable("the package triton is not installed")
+    monkeypatch.setattr(backends, "_found", found.get)
+    chosen, skipped = backends._automatic.__wrapped__("cuda")
+    assert chosen is found["cuda"]
+    assert skipped == ["'triton' is not available: the package triton is not installed"]
+    triton = found["triton"] = replace(chosen, name="triton")
+    assert backends._automatic.__wrapped__("cuda") == (triton, [])

@@ -1,7 +1,6 @@
 """The backend ``cuda``: the kernels in csrc/cuda, built ahead or at first use.
 
-The library depends neither on torch's CUDA part nor on a shared cudart: it is told the stream to
-launch on, and finds the device to launch on made current.
+The library depends neither on torch's CUDA part nor on a shared cudart, and is told the stream.
 """
 
 import functools
@@ -14,7 +13,7 @@ from torch import Tensor
 
 from fastclip import _build, _build_cuda
 from fastclip.backends.contract import Backend, Unavailable
-from fastclip.backends.lists import ListBackend, current, load_library
+from fastclip.backends.lists import ListBackend, load_library
 
 LIBRARY = Path(__file__).resolve().parent.parent / "_C_cuda.abi3.so"
 
@@ -58,13 +57,11 @@ class Operators:
     def measure(
         self, grads: Sequence[Tensor], p: float, inv_scale: Tensor | None
     ) -> tuple[Tensor, int]:
-        with current(grads[0]):
-            return self._measure(grads, p, _number(inv_scale, grads[0]), _stream(grads[0]))
+        return self._measure(grads, p, _number(inv_scale, grads[0]), _stream(grads[0]))
 
     def scale_(self, grads: Sequence[Tensor], coef: Tensor) -> tuple[int, bool]:
         coef = coef.detach().to(grads[0].device, torch.float64).resolve_neg().contiguous()
-        with current(grads[0]):
-            refused = self._scale_(grads, coef, _stream(grads[0]))
+        refused = self._scale_(grads, coef, _stream(grads[0]))
         return refused, refused < 0  # only the device knows whether it wrote
 
     def clip_(
@@ -78,8 +75,7 @@ class Operators:
     ) -> tuple[Tensor, Tensor, Tensor, int, bool]:
         first = grads[0]
         numbers = (_number(limit, first), _number(inv_scale, first))
-        with current(first):
-            *results, refused = self._clip_(grads, p, max_norm, *numbers, skip, _stream(first))
+        *results, refused = self._clip_(grads, p, max_norm, *numbers, skip, _stream(first))
         measures_only = limit is None and max_norm == torch.inf and inv_scale is None
         return *results, refused, refused < 0 and not measures_only
 

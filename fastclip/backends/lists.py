@@ -7,7 +7,6 @@ tensor by tensor.
 
 import math
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Protocol
 
@@ -153,13 +152,6 @@ def load_library(ahead: Path, unfit: str | None, at_first_use: Callable[[], Path
     except OSError as error:
         raise Unavailable(f"{path} could not be loaded: {error}") from error
     return f"{origin}, {path}"
-
-
-def current(grad: Tensor) -> AbstractContextManager[object]:
-    """Makes the gradient's device the current one, on which kernels are launched."""
-    if grad.device.type != "cuda" or grad.device.index == torch.cuda.current_device():
-        return nullcontext()
-    return torch.cuda.device(grad.device)
 
 
 def measure_apart(

@@ -46,6 +46,7 @@ import math
 import os
 import struct
 from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
 from types import ModuleType
 from typing import Any
 
@@ -54,7 +55,7 @@ from torch import Tensor
 
 from fastclip import table as tables
 from fastclip.backends.contract import Backend, Clipped, Unavailable, clip_in_passes
-from fastclip.backends.lists import current, measure_apart, scale_apart_
+from fastclip.backends.lists import measure_apart, scale_apart_
 from fastclip.backends.triton_plan import Grid, Group, Plan, Plans, in_memory, served
 
 OLDEST = (3, 4)
@@ -131,7 +132,7 @@ def quick_scale_(grads: Sequence[Tensor], coef: Tensor) -> bool:
     """Multiply in place; False, with nothing touched, if some tensor is not served as it is."""
     if not grads:
         return True
-    with _plans.lock, current(grads[0]):
+    with _plans.lock, _on(grads[0]):
         plan = _plans.find(grads, _grid(grads[0].device))
         if plan is None:
             return False
@@ -156,7 +157,7 @@ def quick_measure(
         return None
     if not grads:
         return tables.empty(p, 0, torch.device("cpu"))
-    with _plans.lock, current(grads[0]):
+    with _plans.lock, _on(grads[0]):
         plan = _plans.find(grads, _grid(grads[0].device))
         if plan is None:
             return None
@@ -173,7 +174,7 @@ def quick_clip_(
     """Measure and rescale, or None with nothing touched; see `contract.Backend`."""
     if p not in ORDERS or not grads:
         return None
-    with _plans.lock, current(grads[0]):
+    with _plans.lock, _on(grads[0]):
         plan = _plans.find(grads, _grid(grads[0].device))
         if plan is None:
             return None
@@ -314,6 +315,13 @@ def _served(grads: Sequence[Tensor]) -> list[int]:
             seen.add(grad.data_ptr())
             rows.append(row)
     return rows
+
+
+def _on(grad: Tensor) -> AbstractContextManager[object]:
+    """Make the gradient's device the current one, on which Triton launches."""
+    if grad.device.type != "cuda" or grad.device.index == torch.cuda.current_device():
+        return nullcontext()
+    return torch.cuda.device(grad.device)
 
 
 @functools.cache

@@ -78,7 +78,6 @@ def collect() -> dict[str, Any]:
     if (available or {}).get("cpu", "unknown") is None:
         simd = probe.ask("SIMD level", lambda: _native().simd())
         library = probe.ask("native library", lambda: _native().description())
-    cuda_library = probe.ask("CUDA library", partial(_cuda_library, available or {}))
     environment = probe.ask("environment", lambda: _environment(probe)) or {}
     return {
         "versions": {
@@ -93,7 +92,7 @@ def collect() -> dict[str, Any]:
         "threads": probe.ask("threads", _threads),
         "simd_level": simd,
         "native_library": library,
-        "cuda_library": cuda_library,
+        "cuda_library": probe.ask("CUDA library", _cuda_library),
         "compiler": probe.ask("compiler", _compiler),
         "cuda_compiler": probe.ask("CUDA compiler", _cuda_compiler),
         "gpu_support": probe.ask("GPU support", _gpu_support),
@@ -193,10 +192,10 @@ def _cuda_compiler() -> str:
     return f"none: {reason}" if reason else f"nvcc {build.version()}, {build.nvcc()}"
 
 
-def _cuda_library(available: dict[str, str | None]) -> str:
+def _cuda_library() -> str:
     cuda = importlib.import_module("fastclip.backends.cuda")
-    loaded = available.get("cuda", "unknown") is None
-    return str(cuda.description() if loaded else cuda.built_ahead())
+    usable = _available().get("cuda", "unknown") is None
+    return str(cuda.description() if usable else cuda.built_ahead())
 
 
 def _gpu_support() -> str:
