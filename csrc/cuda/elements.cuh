@@ -6,6 +6,7 @@
 #include "arguments.h"
 
 #ifndef FASTCLIP_CUDA_ON_CPU
+#include <cuda_bf16.h>
 #include <cuda_fp16.h>
 #endif
 
@@ -42,7 +43,7 @@ struct Halves {
 
 struct BFloat16 : Halves<BFloat16> {
   __device__ static float value(Bits bits) { return bfloat16_to_float(bits); }
-  __device__ static Bits bits(float x) { return float_to_bfloat16(x); }
+  __device__ static Bits bits(float x) { return bit_cast<Bits>(__float2bfloat16_rn(x)); }
 };
 
 struct Half : Halves<Half> {

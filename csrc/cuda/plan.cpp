@@ -158,8 +158,10 @@ Plan::Plan(const Pieces& pieces, const Setting& setting)
   layouts_ = append(words_, layouts);
   arrived_ = append(words_, std::vector<unsigned>(size_t(1 + slots_), 0));
   factor_ = append(words_, std::vector<double>{1.0});
-  addresses_ = append(words_, std::vector<uint64_t>(size_t(n_addresses()), 0));
-  take_addresses(pieces);
+  addresses_ = int64_t(words_.size());
+  if (stores_addresses_) words_.resize(words_.size() + rows_.size());
+  replace_addresses(pieces);
+  note_addresses(pieces);
 }
 
 bool Plan::fits(const Pieces& pieces, const Setting& setting, uint64_t hash) const {
@@ -172,11 +174,23 @@ bool Plan::has_addresses_of(const Pieces& pieces) const {
                     [](const Piece& x, const Piece& y) { return x.data == y.data; });
 }
 
-void Plan::take_addresses(const Pieces& pieces) {
+void Plan::note_addresses(const Pieces& pieces) {
   for (size_t i = 0; i < pieces.list.size(); ++i) pieces_.list[i].data = pieces.list[i].data;
-  for (int64_t i = 0; i < n_addresses(); ++i)
-    words_[size_t(addresses_ + i)] =
-        reinterpret_cast<uintptr_t>(pieces.list[size_t(rows_[size_t(i)])].data);
+}
+
+Plan::Range Plan::replace_addresses(const Pieces& pieces) {
+  if (!stores_addresses_) return {0, 0};
+  int64_t first = int64_t(words_.size()), end = 0;
+  for (size_t i = 0; i < rows_.size(); ++i) {
+    const size_t row = size_t(rows_[i]);
+    const int64_t place = addresses_ + int64_t(i);
+    words_[size_t(place)] = reinterpret_cast<uintptr_t>(pieces.list[row].data);
+    if (pieces.list[row].data == pieces_.list[row].data) continue;
+    first = std::min(first, place);
+    end = place + 1;
+  }
+  for (Piece& piece : pieces_.list) piece.data = nullptr;
+  return {first, std::max<int64_t>(0, end - first)};
 }
 
 Tables Plan::tables(uint64_t* memory) const {

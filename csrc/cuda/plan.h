@@ -42,18 +42,22 @@ class Plan {
   Plan(const Pieces& pieces, const Setting& setting);
 
   bool fits(const Pieces& pieces, const Setting& setting, uint64_t hash) const;
+  // The addresses seen last are known to be distinct and, if they are stored, to be on the device.
   bool has_addresses_of(const Pieces& pieces) const;
-  void take_addresses(const Pieces& pieces);
+  void note_addresses(const Pieces& pieces);
 
   // Device memory: first the words that it holds to begin with, then room that needs none.
   const std::vector<uint64_t>& words() const { return words_; }
   int64_t memory_words() const { return int64_t(words_.size()) + slots_ * kColumns; }
   Tables tables(uint64_t* memory) const;
 
-  // The words that hold addresses, if the arguments have no room for them.
+  // Whether addresses are among the words, because the arguments have no room for them.
   bool stores_addresses() const { return stores_addresses_; }
-  int64_t first_address() const { return addresses_; }
-  int64_t n_addresses() const { return stores_addresses_ ? int64_t(rows_.size()) : 0; }
+  struct Range {
+    int64_t first, n;
+  };
+  // Which words have to be sent; until note_addresses() is told that they were, all of them have.
+  Range replace_addresses(const Pieces& pieces);
 
   const Pieces& pieces() const { return pieces_; }
   bool cooperative() const { return cooperative_; }

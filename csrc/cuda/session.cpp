@@ -60,8 +60,7 @@ void Session::find_plan() {
     refuse_repeated(inputs_);
     if (!runs()) return;
     if (plan_) {
-      plan_->take_addresses(inputs_.pieces);
-      send(plan_->first_address(), plan_->n_addresses());
+      move_plan();
     } else {
       make_plan();
     }
@@ -69,6 +68,12 @@ void Session::find_plan() {
   if (!plan_->stores_addresses())
     for (const Piece& piece : inputs_.pieces.list)
       addresses_.push_back(reinterpret_cast<uintptr_t>(piece.data));
+}
+
+void Session::move_plan() {
+  const Plan::Range changed = plan_->replace_addresses(inputs_.pieces);
+  send(changed.first, changed.n);
+  plan_->note_addresses(inputs_.pieces);
 }
 
 void Session::make_plan() {

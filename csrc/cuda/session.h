@@ -38,6 +38,7 @@ class Session {
  private:
   void find_plan();
   void make_plan();
+  void move_plan();
   void send(int64_t first, int64_t n) const;
 
   Inputs inputs_;

@@ -215,3 +215,20 @@ def test_what_is_refused_is_left_alone(device: Device) -> None:
             assert (position, written) == (2, False)
             assert bool((x == 1).all())
             assert device.operators.served(grads) == [True, True, False]
+
+
+def test_addresses_that_could_not_be_stored_are_stored_again(device: Device, cuda: Backend) -> None:
+    storages = torch.randn(3, IN_SMALL_ARGUMENTS + 1, 20)
+    first, second, third = (list(storage.unbind()) for storage in storages)
+    with device.having(driver_version=12000, cooperative=0):
+        same(cuda, first)
+        for grads in (second, first):
+            with device.having(next_error=98), pytest.raises(RuntimeError, match="start a kernel"):
+                cuda.measure(grads, 2.0, None)
+        same(cuda, second)
+        moved = [*second[:7], third[7], *second[8:]]
+        with device.having(bytes_written=0):
+            cuda.measure(moved, 2.0, None)
+            written = device.get("bytes_written")
+        assert written == 8 + len(moved) * 40  # an address, and the table
+        same(cuda, moved)
