@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -67,7 +68,7 @@ def test_help_lists_the_commands() -> None:
     done = run("--help", COLUMNS="80")
     assert done.returncode == 0
     for command in ("demo", "doctor", "check", "replay", "calibrate"):
-        assert f"\n    {command} " in done.stdout
+        assert re.search(rf"^    {command}\s", done.stdout, re.MULTILINE)
     assert max(map(len, done.stdout.splitlines())) <= 80
 
 

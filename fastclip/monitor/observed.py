@@ -8,10 +8,12 @@ if TYPE_CHECKING:
 
 def from_stats(stats: "GradStats") -> dict[str, Any]:
     """The fields that statistics of the gradients fill, still as tensors."""
-    smallest = stats.coef.min() if stats.coef.numel() else 1.0  # [n] from a rule per tensor
+    coef: Any = stats.coef
+    if coef.dim():  # [n], from a rule per tensor
+        coef = coef.min() if coef.numel() else 1.0
     return {
         "grad_norm": stats.total_norm,
-        "clip_coef": smallest,
+        "clip_coef": coef,
         "clipped": stats.clipped,
         "nonfinite_count": stats.nonfinite_count,
         "skipped": stats.skipped,

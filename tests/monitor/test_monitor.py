@@ -243,6 +243,18 @@ def test_going_back_two_thousand_records_and_further() -> None:
     assert far.state_dict()["detectors"] == states_after([records[400]])  # unknown, so empty
 
 
+@pytest.mark.parametrize("loading", [False, True])
+def test_abandoned_states_do_not_count_among_the_two_thousand(loading: bool) -> None:
+    records = healthy(2400)
+    saved, monitor = Monitor(), Monitor()
+    saved.replay(records[:900])
+    monitor.replay(records)
+    if loading:
+        monitor.load_state_dict(saved.state_dict())
+    monitor.replay([*records[900:1900], records[850]])
+    assert monitor.state_dict()["detectors"] == states_after(records[:851])
+
+
 def test_going_back_before_the_first_record() -> None:
     records = healthy(300)
     monitor = Monitor()

@@ -63,6 +63,15 @@ def test_any_earlier_window_can_be_gone_on_from(
         assert windows.take(branch)[1] == sorted(values_of(branch))
 
 
+def test_what_is_taken_has_one_owner() -> None:
+    windows = Ordered(5)
+    window = pushed(windows, pushed(windows, EMPTY, 2.0), 1.0)
+    _, mine = windows.take(window)
+    _, other = windows.take(window)
+    mine.append(9.0)
+    assert other == [1.0, 2.0]
+
+
 @pytest.mark.parametrize("smaller", [1, 7, 16, 40])
 def test_a_window_of_a_larger_size_is_cut(smaller: int) -> None:
     stream = [float(7 * i % 50) for i in range(50)]
