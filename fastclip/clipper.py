@@ -21,7 +21,7 @@ from fastclip.memory import Counters, Remembered
 from fastclip.overlap import Overlap
 from fastclip.policy import POLICIES, SHOWN, Policy
 from fastclip.rules import MaxNorm, Rule
-from fastclip.scaling import WithoutScaler, scale_of
+from fastclip.scaling import WithoutScaler, optimizers_of, scale_of
 from fastclip.stats import GradStats
 from fastclip.step import Settings, Step
 
@@ -104,6 +104,10 @@ class GradClipper:
     ) -> GradStats:
         """Measure the gradients and rescale them in place.
 
+        Gradients that are not finite stay as they are under ``nonfinite="skip"``, and nothing keeps
+        an optimizer from stepping with them: step it yourself only ``if not stats.skipped``, which
+        waits for the device, or call `step`, which takes several optimizers too.
+
         With a `scaler`, the loss scale of all gradients of `optimizer` (one, or several whose
         gradients have one global norm) is taken out as ``scaler.unscale_`` does; then call
         ``scaler.step`` of each and ``scaler.update``. Gradients that the user has unscaled already
@@ -117,26 +121,25 @@ class GradClipper:
                 optimizers given with a scaler; or a schedule gave a negative or NaN threshold.
         """
         loss_scale = scale_of(optimizer, scaler, self._settings.policy)
-        stats, _ = self._advance(loss_scale, None)
+        stats, _ = self._advance(loss_scale, ())
         for each in loss_scale.optimizers:  # of the scaler's steps to come
             folding.ready_to_skip(each)
         return stats
 
-    def step(self, optimizer: Optimizer, scaler: GradScaler | None = None) -> GradStats:
+    def step(
+        self, optimizer: Optimizer | Sequence[Optimizer], scaler: GradScaler | None = None
+    ) -> GradStats:
         """Clip the gradients and take the optimizer's step, or skip it.
 
         Replaces ``optimizer.step()``, or with a `scaler` ``scaler.step(optimizer)``; the call of
-        ``scaler.update()`` stays. Errors as in `clip_`.
+        ``scaler.update()`` stays. Of several optimizers all gradients have one norm and one
+        coefficient, and all step or none does. Errors as in `clip_`.
         """
-        if not hasattr(optimizer, "param_groups"):
-            raise TypeError(
-                f"step takes one optimizer, got {type(optimizer).__name__}; with several, clip_ "
-                "once and step each"
-            )
-        loss_scale = scale_of(optimizer, scaler, self._settings.policy)
-        stats, grad_scale = self._advance(loss_scale, optimizer)
+        optimizers = optimizers_of(optimizer)
+        loss_scale = scale_of(optimizers, scaler, self._settings.policy)
+        stats, grad_scale = self._advance(loss_scale, optimizers)
         skips = loss_scale.enabled or self._settings.policy == "skip"
-        stepping.take(optimizer, loss_scale, stats.found_inf if skips else None, grad_scale)
+        stepping.take(optimizers, loss_scale, stats.found_inf if skips else None, grad_scale)
         if self.overlap is not None:
             self.overlap.forget()  # a fused optimizer writes gradients and leaves no mark
         return stats
@@ -231,12 +234,12 @@ class GradClipper:
 
     @torch.no_grad()
     def _advance(
-        self, loss_scale: WithoutScaler, optimizer: Optimizer | None
+        self, loss_scale: WithoutScaler, optimizers: Sequence[Optimizer]
     ) -> tuple[GradStats, Tensor | None]:
-        """One step up to the optimizer's, and what that is to divide the gradients by, if it is."""
+        """One step up to the optimizers', and what they are to divide the gradients by, if so."""
         step = self._step(loss_scale, self._remembered)
         done = watching.clips(step.parameters, self._limit(), unscales=loss_scale.enabled)
-        folds = optimizer is not None and self._folds(optimizer, step)
+        folds = len(optimizers) > 0 and self._folds(optimizers, step)
         grad_scale = None
         if not folds and step.at_once and self.overlap is None:
             decided = step.clip_at_once_()
@@ -261,12 +264,12 @@ class GradClipper:
             return rule.limit(0)
         return None
 
-    def _folds(self, optimizer: Optimizer, step: Step) -> bool:
+    def _folds(self, optimizers: Sequence[Optimizer], step: Step) -> bool:
         return (
             len(step.listed.grads) > 0
             and not self._settings.rule.per_tensor
-            and folding.honours(optimizer)
-            and folding.covers(optimizer, step.parameters)
+            and all(map(folding.honours, optimizers))
+            and folding.covers(optimizers, step.parameters)
         )
 
 

@@ -1,5 +1,6 @@
-"""Taking an optimizer's step, or not."""
+"""Taking the step of one optimizer or of several, or not."""
 
+from collections.abc import Sequence
 from contextlib import nullcontext
 
 import torch
@@ -11,21 +12,40 @@ from fastclip.scaling import WithoutScaler
 
 
 def take(
+    optimizers: Sequence[Optimizer],
+    loss_scale: WithoutScaler,
+    skip: Tensor | None,
+    grad_scale: Tensor | None,
+) -> None:
+    """Step all unless `skip`, 0-d float32, is 1, and then none; None never skips. `grad_scale` is
+    what the gradients are still to be divided by, for optimizers that honour it.
+
+    An optimizer skips by itself where it can; for all others the flag is read on the host, once.
+    """
+    if skip is not None:
+        # a list: each optimizer is to be made ready to skip, whatever the others need
+        unable = [each for each in optimizers if not _skips(each, loss_scale)]
+        if unable and skip.item() == 1:
+            for each in optimizers:
+                loss_scale.note_stepped(each)
+            return
+    for each in optimizers:
+        _take(each, loss_scale, skip, grad_scale)
+
+
+def _skips(optimizer: Optimizer, loss_scale: WithoutScaler) -> bool:
+    """Whether the step that would be called heeds the flag: the optimizer's or the scaler's."""
+    if loss_scale.enabled and not scaling.claims_flags(optimizer):
+        return True  # the scaler reads it
+    return folding.honours(optimizer) and folding.ready_to_skip(optimizer)
+
+
+def _take(
     optimizer: Optimizer, loss_scale: WithoutScaler, skip: Tensor | None, grad_scale: Tensor | None
 ) -> None:
-    """Step unless `skip`, 0-d float32, is 1; None never skips. `grad_scale` is what the gradients
-    are still to be divided by, for an optimizer that honours it.
-
-    The optimizer skips by itself where it can, else the flag is read on the host.
-    """
     honours = folding.honours(optimizer)
-    claims = loss_scale.enabled and scaling.claims_flags(optimizer)
-    scaler_reads = loss_scale.enabled and not claims
-    if skip is not None and not scaler_reads and not (honours and folding.ready_to_skip(optimizer)):
-        if skip.item() == 1:
-            loss_scale.note_stepped(optimizer)
-            return
-    if claims and not honours:  # scaler.step would trust it with the flag, which would be lost
+    if loss_scale.enabled and scaling.claims_flags(optimizer) and not honours:
+        # scaler.step would trust it with the flag, which would be lost
         optimizer.step()
         loss_scale.note_stepped(optimizer)
         return

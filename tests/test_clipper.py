@@ -34,11 +34,6 @@ WRONG: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
         ValueError,
         "'w' comes more than once",
     ),
-    "step-of-several": (
-        lambda: GradClipper(ones).step([torch.optim.SGD(ones)]),  # type: ignore[arg-type]
-        TypeError,
-        "step takes one optimizer, got list; with several, clip_ once",
-    ),
 }
 
 
