@@ -18,6 +18,7 @@ from fastclip.rules import (
     Rule,
     State,
     UnsuitableGradient,
+    require_decision,
     scale_units_,
 )
 from fastclip.scaling import WithoutScaler
@@ -95,20 +96,42 @@ class Step(NamedTuple):
             policy.refuse(table, self.listed, found.names, p, INSTEAD)
             if elsewhere is not None and elsewhere.item():
                 raise RuntimeError(f"{ELSEWHERE}. No gradient has been changed; {INSTEAD}")
-        if chosen == "zero" and dry:
-            found, table = policy.zeroed(found, table, p)
-        elif chosen == "zero":
-            table = policy.zero_(found, table, p)
+        if chosen == "zero":
+            found, table = self._zeroed(rule, found, table, bad, dry)
         total = tables.total_norm(table, p)
         if found.names:
             state = self.rows(found.names, table.device)
             decision = self._ask(rule, found, table, total, state)
+            if self._leaves and not isinstance(rule, MaxNorm):
+                bad = bad | self._unusable(decision, dry)
             if self._leaves:
                 decision = decision.unless(bad, state)
         else:
             total, decision = torch.zeros_like(total), _nothing(rule, table)
         dtype = tables.result_dtype(found.tensors)
         return Decided(self.settings, self.loss_scale, found, table, dtype, total, decision, bad)
+
+    def _zeroed(
+        self, rule: Rule, found: Gradients, table: Tensor, bad: Tensor, dry: bool
+    ) -> tuple[Gradients, Tensor]:
+        p = self.settings.p
+        if dry:
+            return policy.zeroed(found, table, p)
+        if found.names and not isinstance(rule, MaxNorm) and tables.peek(bad) != 0:
+            # for what it raises, while nothing is written; the answer that counts comes after
+            state = self.rows(found.names, table.device)
+            self._ask(rule, found, table, tables.total_norm(table, p), state)
+        return found, policy.zero_(found, table, p)
+
+    def _unusable(self, decision: Decision, dry: bool) -> Tensor:
+        """Whether a coefficient is not finite, which then the rule has made so, 0-d bool."""
+        found = decision.nonfinite()
+        if self.settings.policy == "error" and not dry and found.item():
+            raise RuntimeError(
+                f"{type(self.settings.rule).__name__} gave a coefficient that is not finite for "
+                f"gradients that are. No gradient has been changed; {INSTEAD}"
+            )
+        return found
 
     def _ask(
         self, rule: Rule, found: Gradients, table: Tensor, total: Tensor, state: State
@@ -122,10 +145,12 @@ class Step(NamedTuple):
             self.loss_scale.inv_scale,
         )
         try:
-            return rule.decide(measured, state)
+            decision = rule.decide(measured, state)
         except UnsuitableGradient as error:
             name = found.names[error.row]
             raise TypeError(f"{self.listed.called(name)} {error.reason}") from None
+        require_decision(rule, decision, measured, state)
+        return decision
 
 
 class Decided(NamedTuple):
