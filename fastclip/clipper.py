@@ -133,9 +133,14 @@ class GradClipper:
 
         Replaces ``optimizer.step()``, or with a `scaler` ``scaler.step(optimizer)``; the call of
         ``scaler.update()`` stays. Of several optimizers all gradients have one norm and one
-        coefficient, and all step or none does. Errors as in `clip_`.
+        coefficient, and all step or none does.
+
+        Errors as in `clip_`; and a `TypeError` for an optimizer whose step needs a closure, as that
+        of LBFGS: call `clip_` inside the closure.
         """
         optimizers = optimizers_of(optimizer)
+        for each in optimizers:
+            stepping.refuse_closure(each)
         loss_scale = scale_of(optimizers, scaler, self._settings.policy)
         stats, grad_scale = self._advance(loss_scale, optimizers)
         skips = loss_scale.enabled or self._settings.policy == "skip"

@@ -49,6 +49,11 @@ def honours(optimizer: Optimizer) -> bool:
     return "grad_scaler" not in inspect.signature(step).parameters
 
 
+def is_of_torch(optimizer: Optimizer) -> bool:
+    """Whether the step that would run is of one of torch's that have a fused form."""
+    return _function(optimizer) in _OF_TORCH
+
+
 def _function(optimizer: Optimizer) -> Any:
     """The function that ``optimizer.step()`` runs on this object in the end; None if that is not
     certain.

@@ -1,7 +1,9 @@
 """Taking the step of one optimizer or of several, or not."""
 
-from collections.abc import Sequence
+import inspect
+from collections.abc import Callable, Sequence
 from contextlib import nullcontext
+from functools import lru_cache
 
 import torch
 from torch import Tensor
@@ -9,6 +11,40 @@ from torch.optim import Optimizer
 
 from fastclip import folding, scaling
 from fastclip.scaling import WithoutScaler
+
+_SINGLE = (
+    inspect.Parameter.POSITIONAL_ONLY,
+    inspect.Parameter.POSITIONAL_OR_KEYWORD,
+    inspect.Parameter.KEYWORD_ONLY,
+)
+
+
+def refuse_closure(optimizer: Optimizer) -> None:
+    """Raise `TypeError` if the optimizer's step cannot be called without an argument."""
+    step, of_class = optimizer.step, getattr(type(optimizer), "step", None)
+    if of_class is not None and getattr(step, "__func__", None) is of_class:
+        needed = _of_class(of_class)
+    else:
+        needed = None if folding.is_of_torch(optimizer) else _needed(step)
+    if needed is not None:
+        raise TypeError(
+            f"the step of {type(optimizer).__name__} needs an argument ({needed}), and closures "
+            "are not supported: call clip_ inside the closure, after backward, and the optimizer's "
+            "step yourself"
+        )
+
+
+def _needed(step: Callable[..., object]) -> str | None:
+    """The first argument without which it cannot be called."""
+    for parameter in inspect.signature(step).parameters.values():
+        required = parameter.default is parameter.empty and parameter.kind in _SINGLE
+        if required and parameter.name != "self":  # which a scheduler's wrapper shows
+            return parameter.name
+    return None
+
+
+# Looking takes 40 us. Functions of objects are left out: they would be kept alive, with all they hold.
+_of_class = lru_cache(maxsize=64)(_needed)
 
 
 def take(

@@ -1,4 +1,4 @@
-"""A step of several optimizers under one norm."""
+"""Which optimizers a step takes, and several of them under one norm."""
 
 import itertools
 import math
@@ -140,3 +140,32 @@ def test_what_cannot_be_stepped_is_refused() -> None:
     with pytest.raises(ValueError, match="comes twice among the 3"):
         clipper.step([made, sgd(), made])
     assert training.counted(clipper)[0] == 0
+
+
+class Keyword(torch.optim.SGD):
+    def step(self, *, closure: Any) -> Any:  # type: ignore[override]
+        return super().step(closure)
+
+
+@pytest.mark.parametrize("kind", [torch.optim.LBFGS, Keyword])
+def test_a_step_that_needs_a_closure_is_refused(kind: Any) -> None:
+    parameter = torch.nn.Parameter(torch.zeros(2))
+    parameter.grad = torch.tensor([3.0, 4.0])
+    closing = kind([parameter], lr=1.0)
+    clipper = GradClipper([parameter])
+    for optimizers in (closing, [sgd(), closing]):
+        with pytest.raises(TypeError, match=rf"{kind.__name__} needs.*clip_ inside the closure"):
+            clipper.step(optimizers)
+    assert parameter.grad.tolist() == [3.0, 4.0]
+    assert training.counted(clipper)[0] == 0
+
+
+@pytest.mark.parametrize("name", ["rmsprop-foreach", "sgd-loop"])
+def test_a_scheduled_step_needs_no_closure(name: str) -> None:
+    params = training.parameters()
+    made = training.optimizer(name, params)
+    torch.optim.lr_scheduler.LambdaLR(made, lambda step: 1.0)
+    training.assign(params, training.stream(1)[0])
+    before = training.values(params)
+    training.clipper(params).step(made)
+    assert training.differences(training.values(params), before)
