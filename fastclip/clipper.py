@@ -91,6 +91,7 @@ class GradClipper:
         self._settings = Settings(chosen, order(norm_type), nonfinite)
         self._counters = Counters()
         self._remembered = Remembered(chosen)
+        self._warned = False  # of an optimizer with other parameters
         if chosen.per_tensor:
             _require_distinct(self._listing.labels())
         self.overlap = Overlap(self._settings.p) if overlap else None
@@ -133,7 +134,9 @@ class GradClipper:
 
         Replaces ``optimizer.step()``, or with a `scaler` ``scaler.step(optimizer)``; the call of
         ``scaler.update()`` stays. Of several optimizers all gradients have one norm and one
-        coefficient, and all step or none does.
+        coefficient, and all step or none does. A `UserWarning`, once, says that an optimizer has
+        not one of the clipper's parameters; what else the two do not share is no error: parameters
+        outside the clipper are not clipped.
 
         Errors as in `clip_`; and a `TypeError` for an optimizer whose step needs a closure, as that
         of LBFGS: call `clip_` inside the closure.
@@ -245,6 +248,8 @@ class GradClipper:
         step = self._step(loss_scale, self._remembered)
         done = watching.clips(step.parameters, self._limit(), unscales=loss_scale.enabled)
         folds = len(optimizers) > 0 and self._folds(optimizers, step)
+        if not folds and not self._warned:
+            self._warn_of_strangers(optimizers, step.parameters)
         grad_scale = None
         if not folds and step.at_once and self.overlap is None:
             decided = step.clip_at_once_()
@@ -261,6 +266,23 @@ class GradClipper:
             self._remembered.keep(decided.decision.state)
         self._counters.count(stats.clipped, stats.skipped)
         return stats, grad_scale
+
+    def _warn_of_strangers(
+        self, optimizers: Sequence[Optimizer], parameters: Sequence[Tensor]
+    ) -> None:
+        mine = set(map(id, parameters))
+        for optimizer in optimizers:
+            groups = [group["params"] for group in optimizer.param_groups if group["params"]]
+            if mine and groups and not any(id(each) in mine for own in groups for each in own):
+                self._warned = True
+                warnings.warn(
+                    f"{type(optimizer).__name__} has none of the clipper's parameters, so the "
+                    "gradients that it steps with are not clipped. Give the clipper the parameters "
+                    "that the optimizer has, best as the module; only for an optimizer that makes "
+                    "copies of them (master weights) is this as it should be",
+                    stacklevel=5,  # over no_grad, _advance and step
+                )
+                return
 
     def _limit(self) -> float | Tensor | None:
         """The threshold a guard is told; not that of a schedule, which is asked once a step."""

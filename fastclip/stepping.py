@@ -43,7 +43,7 @@ def _needed(step: Callable[..., object]) -> str | None:
     return None
 
 
-# Looking takes 40 us. Functions of objects are left out: they would be kept alive, with all they hold.
+# Looking takes 40 us. Not for functions of objects: they would be kept alive, with all they hold.
 _of_class = lru_cache(maxsize=64)(_needed)
 
 

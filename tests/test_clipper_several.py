@@ -169,3 +169,35 @@ def test_a_scheduled_step_needs_no_closure(name: str) -> None:
     before = training.values(params)
     training.clipper(params).step(made)
     assert training.differences(training.values(params), before)
+
+
+def linear() -> torch.nn.Module:
+    model = torch.nn.Linear(2, 2)
+    for parameter in model.parameters():
+        parameter.grad = torch.ones_like(parameter)
+    return model
+
+
+@pytest.mark.parametrize("several", [False, True], ids=["one", "several"])
+@pytest.mark.parametrize("fused", [False, True], ids=["loop", "fused"])
+def test_an_optimizer_of_other_parameters_is_warned_of_once(fused: bool, several: bool) -> None:
+    mine, other = linear(), linear()
+    stranger, own = (torch.optim.Adam(m.parameters(), fused=fused) for m in (other, mine))
+    clipper = GradClipper(mine)
+    optimizers = [own, stranger] if several else stranger
+    with pytest.warns(UserWarning, match="Adam has none of the clipper's parameters") as warned:
+        clipper.step(optimizers)
+    assert [warning.filename for warning in warned] == [__file__]
+    clipper.step(optimizers)  # warnings are errors here
+
+
+def test_no_other_optimizer_is_warned_of() -> None:
+    mine, other = linear(), linear()
+    both = torch.nn.ModuleList([mine, other])
+    optimizer = torch.optim.Adam(both.parameters(), fused=True)
+    GradClipper(other).step(optimizer)
+    GradClipper(both).step(torch.optim.Adam(mine.parameters()))
+    GradClipper(torch.nn.Identity()).step(optimizer)
+    without = torch.optim.Adam(mine.parameters())
+    without.param_groups[0]["params"] = []
+    GradClipper(other).step(without)
