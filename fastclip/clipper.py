@@ -187,7 +187,8 @@ class GradClipper:
         """Go on from a `state_dict`. The options of the rule stay those of this clipper.
 
         Parameters whose names are missing start afresh; a `UserWarning` lists names that are not
-        known here. Raises `ValueError`, with nothing changed, for another rule's state.
+        known here, whose state is dropped. Raises `ValueError`, with nothing changed, for another
+        rule's state.
         """
         missing = [key for key in KEYS if key not in state_dict]
         if missing:
@@ -201,13 +202,16 @@ class GradClipper:
             raise ValueError(
                 f"the state is of the rule {state_dict['rule']}, and this clipper has {rule}"
             )
-        extra = self._remembered.load(state_dict["state"], self._listing.labels())
+        names = state_dict["state"]
+        extra = self._remembered.load(names, self._listing.labels())
         self._counters.load(state_dict["counters"])
         if extra:
             more = f" and {len(extra) - SHOWN} more" if len(extra) > SHOWN else ""
+            none = len(extra) == len(names)
             warnings.warn(
                 "the state has parameters that this clipper does not have: "
-                f"{', '.join(extra[:SHOWN])}{more}",
+                f"{', '.join(extra[:SHOWN])}{more}. What it says of them is dropped"
+                + ("; no name is known here, so every tensor starts afresh" if none else ""),
                 stacklevel=2,
             )
 
@@ -301,6 +305,9 @@ class GradClipper:
 
 
 def _rule(max_norm: Any, rule: Any) -> Rule:
+    if hasattr(max_norm, "decide"):
+        kind = max_norm.__name__ if isinstance(max_norm, type) else type(max_norm).__name__
+        raise TypeError(f"max_norm must be a threshold, got the rule {kind}: pass it as rule=")
     if rule is None:
         return MaxNorm(1.0 if max_norm is None else max_norm)
     if max_norm is not None:
