@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Callable, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -12,12 +12,15 @@ from fastclip import table as tables
 from fastclip.gradients import Gradients, Listed
 from fastclip.policy import Policy
 from fastclip.rules import (
+    AutoClip,
     Decision,
+    LogZ,
     MaxNorm,
     Measured,
     Rule,
     State,
     UnsuitableGradient,
+    ZClip,
     require_decision,
     scale_units_,
 )
@@ -29,6 +32,8 @@ ELSEWHERE = (
     "the gradients are not finite: one of the optimizer that is not the clipper's, or one that "
     "scaler.unscale_ has looked at"
 )
+
+_CAPPED = (MaxNorm, ZClip, LogZ, AutoClip)  # one threshold, of `max_norm` where it does not bind
 
 Measure = Callable[[Listed, Tensor | None], tuple[Gradients, Tensor]]
 Rows = Callable[[tuple[str, ...], torch.device], State]  # the rule's state of these gradients
@@ -220,7 +225,8 @@ class Decided(NamedTuple):
 def _nothing(rule: Rule, table: Tensor) -> Decision:
     """About no gradients, which a rule is not asked about."""
     one = torch.ones((0,) if rule.per_tensor else (), dtype=torch.float64, device=table.device)
-    return Decision(one, one * math.inf, {})
+    cap: Any = rule.max_norm if isinstance(rule, _CAPPED) else None  # of a schedule its number
+    return Decision(one, one * math.inf if cap is None else tables.limit(cap, one.device), {})
 
 
 def _of_rows(parameters: Sequence[Tensor], listed: Listed, found: Gradients) -> Sequence[Tensor]:
