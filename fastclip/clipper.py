@@ -136,7 +136,8 @@ class GradClipper:
         ``scaler.update()`` stays. Of several optimizers all gradients have one norm and one
         coefficient, and all step or none does. A `UserWarning`, once, says that an optimizer has
         not one of the clipper's parameters; what else the two do not share is no error: parameters
-        outside the clipper are not clipped.
+        outside the clipper are not clipped. Hooks of a fused optimizer see the gradients as they
+        were before the clip, which the optimizer itself applies.
 
         Errors as in `clip_`; and a `TypeError` for an optimizer whose step needs a closure, as that
         of LBFGS: call `clip_` inside the closure.
@@ -155,6 +156,9 @@ class GradClipper:
     @torch.no_grad()
     def measure(self) -> GradStats:
         """The statistics that `clip_` would return; nothing is written, counted or remembered.
+
+        They are of the gradients as these are stored, as `clip_` without a scaler: under a loss
+        scale still multiplied by it, and so are norms that a rule compares with its thresholds.
 
         Never raises for elements that are not finite. Under ``nonfinite="zero"``, where there may
         be such elements, this works on a copy of the gradients.
@@ -214,6 +218,14 @@ class GradClipper:
                 + ("; no name is known here, so every tensor starts afresh" if none else ""),
                 stacklevel=2,
             )
+
+    def __repr__(self) -> str:
+        rule, p, policy = self._settings
+        overlap = "" if self.overlap is None else f", overlap={self.overlap!r}"
+        return (
+            f"GradClipper({len(self._listing.read()[0])} parameters, rule={rule!r}, norm_type={p}, "
+            f"nonfinite={policy!r}{overlap})"
+        )
 
     def _step(self, loss_scale: WithoutScaler, remembered: Remembered) -> Step:
         parameters, names = self._listing.read()
