@@ -9,6 +9,7 @@ attributes are the contract between torch.amp.GradScaler and its optimizers.
 import inspect
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from itertools import chain
 from operator import is_
 from typing import Any
 from weakref import ref
@@ -46,6 +47,11 @@ def honours(optimizer: Optimizer) -> bool:
         return False
     # An older contract: such a step asks the scaler instead.
     return "grad_scaler" not in inspect.signature(step).parameters
+
+
+def is_of_torch(optimizer: Optimizer) -> bool:
+    """Whether the step that would run is of one of torch's that have a fused form."""
+    return _function(optimizer) in _OF_TORCH
 
 
 def _function(optimizer: Optimizer) -> Any:
@@ -86,12 +92,16 @@ def _is_of_torch(function: Any) -> bool:
 _OF_TORCH = frozenset(_layers(kind.step)[-1] for kind in (Adam, AdamW, SGD, Adagrad))
 
 
-def covers(optimizer: Optimizer, parameters: Sequence[Tensor]) -> bool:
-    """Whether the optimizer's gradients are those of `parameters`, no more and no fewer."""
-    own = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+def covers(optimizers: Sequence[Optimizer], parameters: Sequence[Tensor]) -> bool:
+    """Whether the optimizers' gradients together are those of `parameters`, no more and no fewer,
+    and no two optimizers would divide the same one."""
+    groups = [group["params"] for optimizer in optimizers for group in optimizer.param_groups]
+    own = list(chain.from_iterable(groups))
     if len(own) == len(parameters) and all(map(is_, own, parameters)):
-        return True
-    return _with_gradients(own) == _with_gradients(parameters)
+        return len(optimizers) == 1 or len(set(map(id, own))) == len(own)
+    ids = _with_gradients(own)
+    unshared = len(optimizers) == 1 or len(set(ids)) == len(ids)
+    return unshared and set(ids) == set(_with_gradients(parameters))
 
 
 def suits(found: Gradients, listed: Listed) -> bool:
@@ -171,5 +181,5 @@ def handed(
             vars(optimizer).update(users)
 
 
-def _with_gradients(parameters: Sequence[Tensor]) -> set[int]:
-    return {id(parameter) for parameter in parameters if parameter.grad is not None}
+def _with_gradients(parameters: Sequence[Tensor]) -> list[int]:
+    return [id(parameter) for parameter in parameters if parameter.grad is not None]

@@ -176,6 +176,11 @@ class Overlap:
     def __reduce__(self) -> tuple[type["Overlap"], tuple[float, int | None]]:
         return Overlap, (self.p, self.least)  # a copy has no hooks until it watches something
 
+    def __repr__(self) -> str:
+        if self.reason is not None:
+            return f"<Overlap without hooks: {self.reason}>"
+        return "<Overlap: {} of {} gradients of the last step from hooks>".format(*self.served)
+
     def _takes(self, parameter: Tensor) -> bool:
         least = LEAST.get(parameter.device.type, LEAST_ELSEWHERE)
         return (

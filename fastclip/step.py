@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Callable, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -12,12 +12,16 @@ from fastclip import table as tables
 from fastclip.gradients import Gradients, Listed
 from fastclip.policy import Policy
 from fastclip.rules import (
+    AutoClip,
     Decision,
+    LogZ,
     MaxNorm,
     Measured,
     Rule,
     State,
     UnsuitableGradient,
+    ZClip,
+    require_decision,
     scale_units_,
 )
 from fastclip.scaling import WithoutScaler
@@ -28,6 +32,8 @@ ELSEWHERE = (
     "the gradients are not finite: one of the optimizer that is not the clipper's, or one that "
     "scaler.unscale_ has looked at"
 )
+
+_CAPPED = (MaxNorm, ZClip, LogZ, AutoClip)  # one threshold, of `max_norm` where it does not bind
 
 Measure = Callable[[Listed, Tensor | None], tuple[Gradients, Tensor]]
 Rows = Callable[[tuple[str, ...], torch.device], State]  # the rule's state of these gradients
@@ -95,20 +101,42 @@ class Step(NamedTuple):
             policy.refuse(table, self.listed, found.names, p, INSTEAD)
             if elsewhere is not None and elsewhere.item():
                 raise RuntimeError(f"{ELSEWHERE}. No gradient has been changed; {INSTEAD}")
-        if chosen == "zero" and dry:
-            found, table = policy.zeroed(found, table, p)
-        elif chosen == "zero":
-            table = policy.zero_(found, table, p)
+        if chosen == "zero":
+            found, table = self._zeroed(rule, found, table, bad, dry)
         total = tables.total_norm(table, p)
         if found.names:
             state = self.rows(found.names, table.device)
             decision = self._ask(rule, found, table, total, state)
+            if self._leaves and not isinstance(rule, MaxNorm):
+                bad = bad | self._unusable(decision, dry)
             if self._leaves:
                 decision = decision.unless(bad, state)
         else:
             total, decision = torch.zeros_like(total), _nothing(rule, table)
         dtype = tables.result_dtype(found.tensors)
         return Decided(self.settings, self.loss_scale, found, table, dtype, total, decision, bad)
+
+    def _zeroed(
+        self, rule: Rule, found: Gradients, table: Tensor, bad: Tensor, dry: bool
+    ) -> tuple[Gradients, Tensor]:
+        p = self.settings.p
+        if dry:
+            return policy.zeroed(found, table, p)
+        if found.names and not isinstance(rule, MaxNorm) and tables.peek(bad) != 0:
+            # for what it raises, while nothing is written; the answer that counts comes after
+            state = self.rows(found.names, table.device)
+            self._ask(rule, found, table, tables.total_norm(table, p), state)
+        return found, policy.zero_(found, table, p)
+
+    def _unusable(self, decision: Decision, dry: bool) -> Tensor:
+        """Whether a coefficient is not finite, which then the rule has made so, 0-d bool."""
+        found = decision.nonfinite()
+        if self.settings.policy == "error" and not dry and found.item():
+            raise RuntimeError(
+                f"{type(self.settings.rule).__name__} gave a coefficient that is not finite for "
+                f"gradients that are. No gradient has been changed; {INSTEAD}"
+            )
+        return found
 
     def _ask(
         self, rule: Rule, found: Gradients, table: Tensor, total: Tensor, state: State
@@ -122,10 +150,12 @@ class Step(NamedTuple):
             self.loss_scale.inv_scale,
         )
         try:
-            return rule.decide(measured, state)
+            decision = rule.decide(measured, state)
         except UnsuitableGradient as error:
             name = found.names[error.row]
             raise TypeError(f"{self.listed.called(name)} {error.reason}") from None
+        require_decision(rule, decision, measured, state)
+        return decision
 
 
 class Decided(NamedTuple):
@@ -195,7 +225,8 @@ class Decided(NamedTuple):
 def _nothing(rule: Rule, table: Tensor) -> Decision:
     """About no gradients, which a rule is not asked about."""
     one = torch.ones((0,) if rule.per_tensor else (), dtype=torch.float64, device=table.device)
-    return Decision(one, one * math.inf, {})
+    cap: Any = rule.max_norm if isinstance(rule, _CAPPED) else None  # of a schedule its number
+    return Decision(one, one * math.inf if cap is None else tables.limit(cap, one.device), {})
 
 
 def _of_rows(parameters: Sequence[Tensor], listed: Listed, found: Gradients) -> Sequence[Tensor]:

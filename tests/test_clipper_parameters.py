@@ -283,6 +283,24 @@ def test_copies(rule: str) -> None:
         assert training.counted(clipper)[0] == 4
 
 
+def test_what_a_clipper_shows_of_itself() -> None:
+    clipper = GradClipper(torch.nn.Linear(2, 2), 5.0, norm_type="inf", nonfinite="zero")
+    expected = "GradClipper(2 parameters, rule=MaxNorm(max_norm=5.0), norm_type=inf, "
+    assert repr(clipper) == expected + "nonfinite='zero')"
+
+
+def test_what_an_overlap_shows_of_itself() -> None:
+    model = torch.nn.Linear(1 << 10, 1 << 9)  # its weight is worth a hook
+    clipper = GradClipper(model, overlap=True)
+    model(torch.ones(1, 1 << 10)).sum().backward()
+    clipper.clip_()
+    of_hooks = "<Overlap: 1 of 2 gradients of the last step from hooks>"
+    assert repr(clipper.overlap) == of_hooks
+    assert repr(clipper).endswith(f"nonfinite='skip', overlap={of_hooks})")
+    without = GradClipper(torch.nn.Linear(2, 2), overlap=True)
+    assert repr(without.overlap).startswith("<Overlap without hooks: no parameter is a plain leaf")
+
+
 def test_public_names() -> None:
     assert "GradClipper" in fastclip.__all__
     for name in ("MaxNorm", "AGC", "AdaGC", "ZClip", "LogZ", "AutoClip"):

@@ -9,6 +9,7 @@ from torch import Tensor
 
 import fastclip
 from fastclip import GradClipper
+from fastclip.rules import AutoClip, LogZ, MaxNorm, Rule, ZClip
 from tests import training
 from tests.making import floats, grads_of, parameters, snapshot, unchanged
 from tests.training import BAD, POLICIES
@@ -179,6 +180,24 @@ def test_no_gradients(rule: str, policy: str) -> None:
             training.assign(side, grads)
             made.clip_()
     training.same(training.rule_state(clipper), training.rule_state(without))
+
+
+THRESHOLDS = [
+    (MaxNorm(5.0), 5.0),
+    (MaxNorm(torch.tensor(5.0)), 5.0),
+    (MaxNorm(lambda step: 5.0 + step), 5.0),
+    (MaxNorm(INF), INF),
+    (ZClip(max_norm=3.0), 3.0),
+    (ZClip(max_norm=None), INF),
+    (LogZ(max_norm=3.0), 3.0),
+    (AutoClip(), INF),
+]
+
+
+@pytest.mark.parametrize(("rule", "threshold"), THRESHOLDS, ids=str)
+def test_the_threshold_without_gradients(rule: Rule, threshold: float) -> None:
+    stats = GradClipper(parameters(None), rule=rule).clip_()
+    assert stats.threshold.item() == threshold
 
 
 def test_statistics_and_counters_are_of_their_own_step() -> None:

@@ -152,6 +152,7 @@ def test_names_that_are_gone_are_named_in_a_warning() -> None:
         new[0].load_state_dict(old[0].state_dict())
     assert len(warned) == 1
     assert "layer" not in str(warned[0].message)
+    assert str(warned[0].message).endswith("gone.second. What it says of them is dropped")
     for want, got in zip(decide(*old, 20, 26), decide(*new, 20, 26), strict=True):
         for name in names:
             training.same(got[name], want[name], when=name)

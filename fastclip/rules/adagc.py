@@ -21,15 +21,15 @@ class AdaGC:
         else:               coef = 1,                          n' = n
         gamma = beta * gamma + (1 - beta) * n'
 
-    The steps of the authors' implementation (lishuai-97/AdaGC, arXiv 2502.11034), except that the
-    warm-up is counted per tensor: one that gets its first gradient late has its own, while the
-    others are clipped adaptively already.
+    The steps of the authors' implementation (lishuai-97/AdaGC, arXiv 2502.11034), but for two
+    things. The warm-up is counted per tensor: one that gets its first gradient late has its own,
+    while the others are clipped adaptively already. And a step in which a tensor's norm is exactly
+    0 does not count for its warm-up (LoRA's A in the first step, an expert without tokens):
+    its coefficient is 1, and count and gamma stay. There, gamma is 0 from then on, and the tensor
+    gets no gradient any more. For norms over 0 the results are theirs.
 
     The price of a steady threshold: gamma grows by at most a factor ``beta + (1 - beta) * ratio``
     a step, 1.0004 by default, so that a norm which doubles for good is held back for 1,733 steps.
-    And a tensor whose gradient is exactly 0 in a warm-up step (LoRA's A in the first one, an expert
-    without tokens) has gamma 0 from then on and gets no gradient any more, as with the authors: set
-    such a gradient to None, or take another rule.
 
     `threshold` is ``ratio * gamma``, and in warm-up `max_norm`, of the global norm, or infinity.
     State: gamma (float64) and count (int64), ``[n]``.
@@ -60,7 +60,8 @@ class AdaGC:
         total, norms = measured.total, measured.norms
         gamma, count = state["gamma"], state["count"]
         warm, first = count < self.warmup, count == 0
-        usable = norms.isfinite()
+        idle = (warm | first) & (norms == 0)  # gamma would be 0 for good
+        usable = norms.isfinite() & ~idle
         share = torch.ones_like(total)
         if self.max_norm is not None:
             share = (self.max_norm / (total + self.eps)).clamp(max=1.0)
@@ -77,7 +78,7 @@ class AdaGC:
         new = {"gamma": torch.where(warm, smallest, mean), "count": count + 1}
         cap = math.inf if self.max_norm is None else self.max_norm
         return Decision(
-            torch.where(warm, share, coef),
+            torch.where(warm, share, coef).masked_fill(idle, 1.0),
             torch.where(warm, cap, limit),
             keep(usable, new, state),
         )
