@@ -77,6 +77,8 @@ class Step(NamedTuple):
         )
         decision = Decision(coef, tables.limit(limit, coef.device), {})
         bad = tables.found_nonfinite(table)
+        if self.settings.policy == "skip":
+            bad = bad | total.isnan()
         return Decided(
             self.settings, self.loss_scale, found, table, total.dtype, total, decision, bad
         )
@@ -100,6 +102,8 @@ class Step(NamedTuple):
         elif chosen == "zero":
             table = policy.zero_(found, table, p)
         total = tables.total_norm(table, p)
+        if chosen == "skip":
+            bad = bad | total.isnan()  # of finite elements too: from a loss scale of 0
         if found.names:
             state = self.rows(found.names, table.device)
             decision = self._ask(rule, found, table, total, state)
