@@ -267,6 +267,7 @@ class GradClipper:
             and not self._settings.rule.per_tensor
             and folding.honours(optimizer)
             and folding.covers(optimizer, step.parameters)
+            and folding.aligned(step.parameters, step.listed)
         )
 
 

@@ -19,9 +19,10 @@ def take(
     The optimizer skips by itself where it can, else the flag is read on the host.
     """
     honours = folding.honours(optimizer)
+    skips_itself = honours and folding.ready_to_skip(optimizer)
     claims = loss_scale.enabled and scaling.claims_flags(optimizer)
     scaler_reads = loss_scale.enabled and not claims
-    if skip is not None and not scaler_reads and not (honours and folding.ready_to_skip(optimizer)):
+    if skip is not None and not scaler_reads and not skips_itself:
         if skip.item() == 1:
             loss_scale.note_stepped(optimizer)
             return
