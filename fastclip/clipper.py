@@ -92,7 +92,7 @@ class GradClipper:
         self._counters = Counters()
         self._remembered = Remembered(chosen)
         self._warned = False  # of an optimizer with other parameters
-        if chosen.per_tensor:
+        if chosen.per_tensor and chosen.init(0, torch.device("cpu")):
             _require_distinct(self._listing.labels())
         self.overlap = Overlap(self._settings.p) if overlap else None
         if self.overlap is not None:
@@ -313,6 +313,7 @@ class GradClipper:
             and not self._settings.rule.per_tensor
             and all(map(folding.honours, optimizers))
             and folding.covers(optimizers, step.parameters)
+            and folding.aligned(step.parameters, step.listed)
         )
 
 
@@ -335,7 +336,7 @@ def _rule(max_norm: Any, rule: Any) -> Rule:
 
 
 def _require_distinct(labels: Sequence[str]) -> None:
-    """Of a rule per tensor, which keeps its state by name."""
+    """Of a rule whose state is kept by name."""
     twice = [name for name, count in Counter(labels).items() if count > 1]
     if twice:
         raise ValueError(

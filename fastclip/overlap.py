@@ -226,6 +226,8 @@ class Overlap:
         self, listed: Listed, records: Sequence[_Record | None], inv_scale: Tensor | None
     ) -> tuple[Gradients, Tensor] | None:
         """The result from the records and a pass over the rest, or None if that is not it."""
+        if inv_scale is not None and self.p not in tables.SCALABLE:
+            return None  # the hooks did not know the loss scale
         pairs = list(zip(listed.grads, records, strict=True))
         hooked = [(gradient, record) for gradient, record in pairs if record is not None]
         if self._changed_unseen(hooked):

@@ -83,6 +83,8 @@ class Step(NamedTuple):
         )
         decision = Decision(coef, tables.limit(limit, coef.device), {})
         bad = tables.found_nonfinite(table)
+        if self.settings.policy == "skip":
+            bad = bad | total.isnan()
         return Decided(
             self.settings, self.loss_scale, found, table, total.dtype, total, decision, bad
         )
@@ -104,6 +106,8 @@ class Step(NamedTuple):
         if chosen == "zero":
             found, table = self._zeroed(rule, found, table, bad, dry)
         total = tables.total_norm(table, p)
+        if chosen == "skip":
+            bad = bad | total.isnan()  # of finite elements too: from a loss scale of 0
         if found.names:
             state = self.rows(found.names, table.device)
             decision = self._ask(rule, found, table, total, state)

@@ -80,6 +80,8 @@ def _take(
     optimizer: Optimizer, loss_scale: WithoutScaler, skip: Tensor | None, grad_scale: Tensor | None
 ) -> None:
     honours = folding.honours(optimizer)
+    if honours and skip is None:
+        folding.ready_to_skip(optimizer)  # for its other purpose: gradients that come late
     if loss_scale.enabled and scaling.claims_flags(optimizer) and not honours:
         # scaler.step would trust it with the flag, which would be lost
         optimizer.step()

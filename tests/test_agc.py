@@ -7,6 +7,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from fastclip import GradClipper
 from fastclip.rules import AGC, Measured, UnsuitableGradient, scale_units_
 from fastclip.rules import units as by_unit
 from fastclip.testing.compare import bitwise_equal
@@ -209,3 +210,13 @@ def test_a_negated_view_keeps_its_sign(dtype: torch.dtype) -> None:
     scale_units_([view], [torch.tensor([0.5, 0.25], dtype=torch.float64)])
     assert memory.tolist() == [[1.0] * 3, [0.5] * 3]
     assert view.tolist() == [[-1.0] * 3, [-0.5] * 3]
+
+
+def test_names_need_not_be_distinct() -> None:
+    """There is no state to be kept by them."""
+    parameters = [torch.nn.Parameter(torch.ones(2)) for _ in range(2)]
+    for parameter, size in zip(parameters, (1.0, 0.001), strict=True):
+        parameter.grad = torch.full((2,), size)
+    stats = GradClipper([("w", parameter) for parameter in parameters], rule=AGC()).clip_()
+    assert stats.names == ("w", "w")
+    assert stats.coef.tolist() == pytest.approx([0.01, 1.0])

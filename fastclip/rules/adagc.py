@@ -1,12 +1,15 @@
 """A threshold per tensor, which follows its clipped norms."""
 
 import math
+import sys
 from dataclasses import dataclass
 from typing import ClassVar
 
 import torch
 
 from fastclip.rules.contract import Decision, Measured, State, keep, require, require_max_norm
+
+TINY = sys.float_info.min  # the smallest divisor, for a norm of 0 with an eps of 0
 
 
 @dataclass(frozen=True)
@@ -44,10 +47,10 @@ class AdaGC:
     per_tensor: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
-        require("ratio", self.ratio, "a number over 0", lambda x: x > 0)
+        require("ratio", self.ratio, "a finite number over 0", lambda x: x > 0)
         require("beta", self.beta, "a number of at least 0 and under 1", lambda x: 0 <= x < 1)
         require("warmup", self.warmup, "a whole number of at least 0", lambda x: x >= 0, whole=True)
-        require("eps", self.eps, "a number of at least 0", lambda x: x >= 0)
+        require("eps", self.eps, "a finite number of at least 0", lambda x: x >= 0)
         require_max_norm(self.max_norm)
 
     def init(self, n: int, device: torch.device) -> State:
@@ -63,8 +66,9 @@ class AdaGC:
         idle = (warm | first) & (norms == 0)  # gamma would be 0 for good
         usable = norms.isfinite() & ~idle
         share = torch.ones_like(total)
-        if self.max_norm is not None:
-            share = (self.max_norm / (total + self.eps)).clamp(max=1.0)
+        cap = math.inf if self.max_norm is None else self.max_norm
+        if cap < math.inf:
+            share = (cap / (total + self.eps).clamp(min=TINY)).clamp(max=1.0)
             usable &= ~warm | total.isfinite()  # without it a norm of another tensor gets in
 
         limit = self.ratio * torch.where(first, norms, gamma)
@@ -76,7 +80,6 @@ class AdaGC:
         shared = share * norms
         smallest = torch.where(first, shared, torch.minimum(gamma, shared))
         new = {"gamma": torch.where(warm, smallest, mean), "count": count + 1}
-        cap = math.inf if self.max_norm is None else self.max_norm
         return Decision(
             torch.where(warm, share, coef).masked_fill(idle, 1.0),
             torch.where(warm, cap, limit),

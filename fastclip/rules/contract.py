@@ -170,4 +170,5 @@ def scalars(device: torch.device, *names: str, counts: Sequence[str] = ()) -> St
 
 def require_max_norm(max_norm: object) -> None:
     if max_norm is not None:
-        require("max_norm", max_norm, "a number of at least 0 or None", lambda x: x >= 0)
+        what = "a number of at least 0 or None"
+        require("max_norm", max_norm, what, lambda x: x >= 0, infinite=True)
