@@ -41,7 +41,12 @@ def half(number: int) -> Tensor:
 WRONG: dict[str, tuple[Callable[[Decision], Any], bool, type[Exception], str]] = {
     "tuple": (tuple, False, TypeError, r"Own\.decide must return a Decision, got tuple"),
     "nothing": (lambda d: None, False, TypeError, "got NoneType"),
-    "float": (lambda d: d._replace(coef=0.5), False, TypeError, "coef of Own .*float64, got float"),
+    "float": (
+        lambda d: d._replace(coef=0.5),  # type: ignore[arg-type]
+        False,
+        TypeError,
+        "coef of Own .*float64, got float",
+    ),
     "float32": (
         lambda d: d._replace(coef=d.coef.float()),
         False,
@@ -72,7 +77,12 @@ WRONG: dict[str, tuple[Callable[[Decision], Any], bool, type[Exception], str]] =
         ValueError,
         "on cpu, got .* on meta",
     ),
-    "no-dict": (lambda d: d._replace(state=None), False, TypeError, "state of Own.*got NoneType"),
+    "no-dict": (
+        lambda d: d._replace(state=None),  # type: ignore[arg-type]
+        False,
+        TypeError,
+        "state of Own.*got NoneType",
+    ),
     "keys": (
         lambda d: d._replace(state={"means": d.coef}),
         False,
