@@ -1,5 +1,17 @@
 // The kernels, for one size of arguments: FASTCLIP_ARGUMENT_BYTES. Each size is a module of its
 // own, so that a driver which cannot load the large one still has the small one.
+//
+//   call                                  launches         gradients read and written
+//   measure                               1                1 x, nothing
+//   scale                                 1                1 x, 1 x; nothing by a factor of 1
+//   clip, not needed                      2                1 x, nothing
+//   clip, needed                          2                2 x, 1 x, of which the L2 has the end
+//   clip, max_norm a float and infinite   1                1 x, nothing
+//   clip of at most half of the L2        1, cooperative   as above, the second time from the L2
+//
+// Whatever the dtypes and however many tensors; of more than fit into the arguments, addresses that
+// have changed are stored before, 32 KiB of them to a launch. Bytes are counted by the tests on an
+// emulated device: no GPU was at hand, nothing has been timed.
 #pragma once
 
 #include <algorithm>

@@ -57,9 +57,11 @@ class Device:
         before = {name: self.get(name) for name in controls}
         for name, value in controls.items():
             self.set(name, value)
-        yield
-        for name, value in before.items():
-            self.set(name, value)
+        try:
+            yield
+        finally:
+            for name, value in before.items():
+                self.set(name, value)
 
     def launches(self) -> int:
         """By the host's own account."""
