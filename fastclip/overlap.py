@@ -1,9 +1,9 @@
 """Measuring gradients during backward, each as soon as it is final, while caches still hold it.
 
 A post-accumulate hook on each large parameter measures its gradient and keeps the row with a stamp:
-which object the gradient is, its version, address and number of elements. When the step comes, a
-row is used if the stamp still fits; whatever else there is goes through `passes.measure`. The
-result is that of `passes.measure`: bit by bit in the backends ``reference`` and ``cpu`` (below
+which tensor and storage the gradient is, its version, address and number of elements. When the step
+comes, a row is used if the stamp still fits; whatever else there is goes through `passes.measure`.
+The result is that of `passes.measure`: bit by bit in the backends ``reference`` and ``cpu`` (below
 2**29 elements in all), elsewhere up to the order in which float64 numbers are added.
 
 Some writes leave no mark on a tensor: by ``GradScaler.unscale_``, a fused optimizer, a collective,
@@ -33,6 +33,7 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor
+from torch.multiprocessing.reductions import StorageWeakRef
 
 from fastclip import backends, passes
 from fastclip import table as tables
@@ -62,9 +63,19 @@ UNSEEN = (
 )
 
 
+class _Stamp(NamedTuple):
+    tensor: int  # address of the TensorImpl
+    storage: int  # address of the StorageImpl
+    version: int
+    data: int
+    numel: int
+
+
 class _Record(NamedTuple):
-    gradient: "weakref.ref[Tensor]"
-    stamp: tuple[int, int, int]
+    # Not to the tensor: torch.utils.swap_tensors refuses one with weak references. While this one
+    # lives no other storage gets its address, and the gradient's memory is free to go.
+    storage: StorageWeakRef
+    stamp: "_Stamp"
     backend: Backend
     row: Tensor
     sample: Tensor
@@ -73,14 +84,16 @@ class _Record(NamedTuple):
 class _Hook:
     """The hook of one parameter. The parameter owns it: nothing here keeps a parameter alive."""
 
-    __slots__ = ("__weakref__", "handle", "overlap", "record")
+    __slots__ = ("__weakref__", "handle", "overlap", "ran", "record")
 
     def __init__(self, overlap: "Overlap", parameter: Tensor) -> None:
         self.overlap = weakref.ref(overlap)
         self.record: _Record | None = None
+        self.ran = True  # since the last watch
         self.handle = parameter.register_post_accumulate_grad_hook(self)
 
     def __call__(self, parameter: Tensor) -> None:
+        self.ran = True
         overlap = self.overlap()
         if overlap is not None:
             self.record = overlap._measured(parameter.grad)
@@ -121,6 +134,7 @@ class Overlap:
             )
             self._warn(f"overlap=True has no effect: {self.reason}")
             return
+        self._renew(parameters)
         looked = list(map(id, parameters)), list(map(_REQUIRES_GRAD, parameters))
         if looked == self._looked:
             return
@@ -130,6 +144,20 @@ class Overlap:
                 self._hooks[id(parameter)] = _Hook(self, parameter)
         none = "no parameter is a plain leaf tensor, trainable and large enough to be worth a hook"
         self.reason = None if self._hooks else none
+
+    def _renew(self, parameters: Sequence[Tensor]) -> None:
+        """Put back into autograd the hooks that torch.utils.swap_tensors has taken out of it, where
+        the parameter still lists them: that is all that is known of those that have not run."""
+        hooks = dict(self._hooks)
+        if all(hook.ran for hook in hooks.values()):
+            for hook in hooks.values():
+                hook.ran = False
+            return
+        for parameter in parameters:
+            if (own := hooks.get(id(parameter))) is not None:
+                if not own.ran:
+                    parameter._post_accumulate_grad_hooks = parameter._post_accumulate_grad_hooks
+                own.ran = False
 
     @contextmanager
     def accumulating(self) -> Iterator[None]:
@@ -192,28 +220,27 @@ class Overlap:
             return None
         self._fired += 1
         self._fired_ever = True
+        storage = StorageWeakRef(gradient.untyped_storage())
         stamp = _stamp(gradient)  # before reading: so a write meanwhile is seen
         backend = backends.choose(gradient.device)
         with torch.no_grad():
             row = backend.measure([gradient], self.p, None)[0]
             sample = _sample(gradient).clone()
-        return _Record(weakref.ref(gradient), stamp, backend, row, sample)
+        return _Record(storage, stamp, backend, row, sample)
 
     def _records(self, gradients: Sequence[Tensor]) -> list[_Record | None]:
         """For each gradient its record, if all that is known of it is as it was then."""
-        known: dict[int, _Record] = {}
-        for hook in list(self._hooks.values()):
-            record = hook.record
-            if record is not None and (gradient := record.gradient()) is not None:
-                known[id(gradient)] = record
+        hooks = list(self._hooks.values())
+        known = {hook.record.stamp: hook.record for hook in hooks if hook.record is not None}
+        tensors = {stamp.tensor for stamp in known}  # of dead ones too: no more than a quick test
         devices = {record.row.device for record in known.values()}
         chosen = {device: backends.choose(device) for device in devices}
 
         def of(gradient: Tensor) -> _Record | None:
-            record = known.get(id(gradient))
-            if record is None or record.stamp != _stamp(gradient):
+            record = known.get(_stamp(gradient)) if gradient._cdata in tensors else None
+            if record is None or record.backend is not chosen[gradient.device]:
                 return None
-            return record if record.backend is chosen[gradient.device] else None
+            return record
 
         return [of(gradient) for gradient in gradients]
 
@@ -308,8 +335,11 @@ def _remove(hooks: "weakref.WeakValueDictionary[int, _Hook]") -> None:
         hook.handle.remove()
 
 
-def _stamp(gradient: Tensor) -> tuple[int, int, int]:
-    return gradient._version, gradient.data_ptr(), gradient.numel()
+def _stamp(gradient: Tensor) -> _Stamp:
+    storage = gradient.untyped_storage()._cdata
+    return _Stamp(
+        gradient._cdata, storage, gradient._version, gradient.data_ptr(), gradient.numel()
+    )
 
 
 def _sample(gradient: Tensor) -> Tensor:
