@@ -7,12 +7,17 @@ The result is that of `passes.measure`: bit by bit in the backends ``reference``
 2**29 elements in all), elsewhere up to the order in which float64 numbers are added.
 
 Some writes leave no mark on a tensor: by ``GradScaler.unscale_``, a fused optimizer, a collective,
-through ``.data`` or numpy. So `SAMPLES` elements of each gradient, spread over it, are kept and
-compared as well. On the CPU a difference sends all gradients through the plain pass. So it does on
-other devices, where the host waits for the comparisons until one has found nothing; later ones are
-read when they have arrived, and a difference then is an error. A write that leaves no mark and all
-these elements as they were, of a few rows through ``.data`` say, is not seen: write to the gradient
-itself instead.
+through ``.data`` or numpy. So a few elements of each gradient, spread over it, are kept and
+compared as well, with one more that is finite and not 0, if there is any: a multiplication of the
+gradient by anything but 1, as the first two do, changes that one or no element at all. (To find it
+costs another read: on the CPU only where the spread elements have none, elsewhere always.) On the
+CPU a difference sends all gradients through the plain pass. So it does on other devices, where the
+host waits for the comparisons until one has found nothing; later ones are read when they have
+arrived, and a difference then is an error.
+
+What is not seen is a write that leaves no mark and all these elements as they were: of other
+elements alone, by ``.data``, numpy, DLPack, a view of the ``.data`` or a kernel of one's own. Write
+to the gradient itself instead, or call `Overlap.forget`.
 
 Beside a process group there are no hooks: collectives change gradients after these have run, DDP
 those in its buckets, FSDP makes them later still. A backward that something records (a compiled
@@ -35,7 +40,7 @@ import torch
 from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from fastclip import backends, passes
+from fastclip import backends, passes, sampling
 from fastclip import table as tables
 from fastclip.backends import Backend
 from fastclip.gradients import Gradients, Listed, Row
@@ -43,7 +48,6 @@ from fastclip.gradients import Gradients, Listed, Row
 # Bytes from which on a gradient is worth a hook.
 LEAST = {"cpu": 1 << 20}
 LEAST_ELSEWHERE = 1 << 20
-SAMPLES = 16
 
 _REQUIRES_GRAD = attrgetter("requires_grad")
 
@@ -78,6 +82,7 @@ class _Record(NamedTuple):
     stamp: "_Stamp"
     backend: Backend
     row: Tensor
+    place: Tensor | None  # of one more element to compare, in memory: int64, [1]
     sample: Tensor
 
 
@@ -225,8 +230,9 @@ class Overlap:
         backend = backends.choose(gradient.device)
         with torch.no_grad():
             row = backend.measure([gradient], self.p, None)[0]
-            sample = _sample(gradient).clone()
-        return _Record(storage, stamp, backend, row, sample)
+            place = sampling.place(gradient)
+            sample = sampling.sample(gradient, place)
+        return _Record(storage, stamp, backend, row, place, sample)
 
     def _records(self, gradients: Sequence[Tensor]) -> list[_Record | None]:
         """For each gradient its record, if all that is known of it is as it was then."""
@@ -261,7 +267,7 @@ class Overlap:
             return None  # a gradient reached twice has one row
 
         first = listed.grads[0].device
-        table = torch.stack([_on(first, record.row) for _, record in hooked])
+        table = torch.stack([sampling.on(first, record.row) for _, record in hooked])
         table = tables.unscale(table, self.p, inv_scale)
         by_hook, by_rest = iter(table.unbind()), iter(zip(rows, lines, strict=True))
         merged = [
@@ -272,7 +278,7 @@ class Overlap:
         ]
         return (
             Gradients.of_rows([row for row, _ in merged]),
-            torch.stack([_on(first, line) for _, line in merged]),
+            torch.stack([sampling.on(first, line) for _, line in merged]),
         )
 
     def _rest(self, rest: Listed, inv_scale: Tensor | None) -> tuple[list[Row], Sequence[Tensor]]:
@@ -285,8 +291,8 @@ class Overlap:
         """Whether an element differs from its sample, as far as the host may know."""
         for device in {gradient.device for gradient, _ in hooked}:
             pairs = [pair for pair in hooked if pair[0].device == device]
-            now = torch.cat([_sample(gradient) for gradient, _ in pairs])
-            then = torch.cat([_on(device, record.sample) for _, record in pairs])
+            now = torch.cat([sampling.sample(gradient, record.place) for gradient, record in pairs])
+            then = torch.cat([sampling.on(device, record.sample) for _, record in pairs])
             differ = (now.view(torch.uint8) != then.view(torch.uint8)).any()
             if self._comparisons.tell(differ):
                 self._warn(UNSEEN.format("all were measured again"))
@@ -342,12 +348,6 @@ def _stamp(gradient: Tensor) -> _Stamp:
     )
 
 
-def _sample(gradient: Tensor) -> Tensor:
-    """A view of a few elements, as they lie in memory."""
-    n = gradient.numel()
-    return gradient.as_strided((min(n, SAMPLES),), (max(n // SAMPLES, 1),))
-
-
 def _is_plain(gradient: Tensor) -> bool:
     """Whether it fills a range of memory, as a plain tensor of numbers."""
     return (
@@ -371,10 +371,3 @@ def _distinct(tensors: Sequence[Tensor]) -> bool:
     """Whether no two begin at one address."""
     addresses = [tensor.data_ptr() for tensor in tensors if tensor.numel() > 0]
     return len(set(addresses)) == len(addresses)
-
-
-def _on(device: torch.device, kept: Tensor) -> Tensor:
-    """What a hook has made, for use on the current stream of `device`."""
-    if kept.is_cuda:
-        kept.record_stream(torch.cuda.current_stream(kept.device))
-    return kept.to(device)
