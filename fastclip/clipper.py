@@ -67,6 +67,8 @@ class GradClipper:
         overlap: measure large gradients during backward, by hooks (see `fastclip.overlap`). What
             hooks cannot vouch for is measured by the step as ever; `overlap`, None without, says
             how much that was. Pass a scaler to `clip_` or `step` rather than call ``unscale_``.
+            Not noticed are writes after backward that leave a tensor's version as it was (by
+            ``.data``, numpy, DLPack or a kernel of one's own) and touch a few elements only.
 
     Raises:
         TypeError: both `max_norm` and `rule` are given, or something is of a wrong type.

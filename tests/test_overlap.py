@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 import fastclip
-from fastclip import gradients, passes
+from fastclip import gradients, passes, sampling
 from fastclip import overlap as module
 from fastclip.gradients import Gradients, Listed
 from fastclip.overlap import Overlap
@@ -225,6 +225,52 @@ def test_a_change_that_leaves_no_mark_is_seen_and_said_once(
                 right(overlap, model, served=(0, 4))
         else:
             right(overlap, model, served=(0, 4))
+
+
+class _Rows(nn.Module):
+    """A dense gradient that is 0 but for two rows of which none of the spread elements is one."""
+
+    def __init__(self, dtype: torch.dtype) -> None:
+        super().__init__()
+        self.rows = nn.Embedding(2000, 8, dtype=dtype)
+        self.small = nn.Linear(8, 2, dtype=dtype)
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = self.small(self.rows(x))
+        return out
+
+
+@pytest.mark.parametrize("nonfinite", [False, True], ids=["finite", "nan-and-inf"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("least", [0, 10_000], ids=["all-hooked", "small-ones-not"])
+def test_a_mostly_zero_gradient_that_is_unscaled(
+    least: int, dtype: torch.dtype, nonfinite: bool
+) -> None:
+    model = _Rows(dtype)
+    overlap = Overlap(2.0, least=least)
+    overlap.watch(list(model.parameters()))
+    if nonfinite:  # at places that no multiplication changes, before the others
+        bad = torch.zeros(2000, 8, dtype=dtype)
+        bad[1, :2] = torch.tensor([torch.nan, torch.inf])
+        model.rows.weight.register_hook(lambda grad: grad + bad)
+    model(torch.tensor([3, 5])).sum().backward()
+    assert model.rows.weight.grad is not None
+    assert not sampling.telling(sampling.spread(model.rows.weight.grad)).any()
+    _unscale(model)
+    with pytest.warns(UserWarning, match="Pass the scaler to clip_ or step"):
+        right(overlap, model, served=(0, 3))
+
+
+@pytest.mark.parametrize("value", [0.0, torch.inf, torch.nan])
+def test_a_gradient_in_which_no_multiplication_shows_keeps_its_row(value: float) -> None:
+    parameter = nn.Parameter(torch.zeros(100))
+    overlap = Overlap(2.0, least=0)
+    overlap.watch([parameter])
+    (parameter * value).sum().backward()
+    _grad(parameter).data.mul_(0.25)
+    listed = gradients.of_parameters([parameter])
+    assert same(overlap.measure(listed), passes.measure(listed, 2.0))
+    assert overlap.served == (1, 1)
 
 
 def test_forgotten_rows_are_not_used() -> None:

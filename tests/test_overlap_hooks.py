@@ -330,6 +330,56 @@ def test_not_beside_a_process_group(monkeypatch: pytest.MonkeyPatch) -> None:
     right(overlap, model, served=(4, 4))
 
 
+@pytest.fixture
+def _swapping() -> Iterator[None]:
+    before = torch.__future__.get_swap_module_params_on_conversion()
+    torch.__future__.set_swap_module_params_on_conversion(True)
+    yield
+    torch.__future__.set_swap_module_params_on_conversion(before)
+
+
+@pytest.mark.parametrize("convert", ["double", "double and float"])
+@pytest.mark.parametrize("present", [True, False], ids=["with-gradients", "without"])
+@pytest.mark.usefixtures("_swapping")
+def test_hooks_outlive_a_conversion_that_swaps_parameters(present: bool, convert: str) -> None:
+    model = mlp()
+    overlap = watching(model)
+    loss_of(model).backward()
+    overlap.watch(list(model.parameters()))
+    right(overlap, model, served=(4, 4))
+    if not present:
+        model.zero_grad()
+    model.double()
+    assert [p.dtype for p in model.parameters()] == [torch.float64] * 4
+    if convert == "double and float":
+        model.float()
+    x = torch.ones(2, 12, dtype=next(model.parameters()).dtype)
+    # the first backward shows that the hooks are gone; the second has them again
+    for served in ((0, 4), (4, 4)):
+        model.zero_grad()
+        model(x).square().sum().backward()
+        overlap.watch(list(model.parameters()))
+        right(overlap, model, served=served)
+
+
+def test_a_new_gradient_cannot_pass_for_a_dead_one() -> None:
+    parameter = nn.Parameter(torch.zeros(64))
+    overlap = Overlap(2.0, least=0)
+    overlap.watch([parameter])
+    parameter.sum().backward()
+    (hook,) = overlap._hooks.values()
+    assert hook.record is not None
+    parameter.grad = None
+    held = hook.record.storage  # so its address is not given away, though its memory is
+    assert held.expired()
+    assert held.cdata == hook.record.stamp.storage
+    parameter.grad = torch.ones(64)  # as the hook has seen it, so no element tells
+    assert parameter.grad.untyped_storage()._cdata != held.cdata
+    with pytest.warns(UserWarning, match="all gradients were changed or"):
+        overlap.measure(gradients.of_parameters([parameter]))
+    assert overlap.served == (0, 1)
+
+
 # Other devices
 
 
