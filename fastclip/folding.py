@@ -72,8 +72,9 @@ def _layers(step: Any) -> list[Any]:
 
 def _refers_to(step: Any, optimizer: Optimizer) -> bool:
     """Whether a scheduler has put this function there, for this object: it has a weak reference."""
-    cells = getattr(step, "__closure__", None) or ()
-    held = [cell.cell_contents for cell in cells]
+    if not _is_of_torch(step):
+        return False
+    held = [cell.cell_contents for cell in step.__closure__ or ()]
     return any(isinstance(each, ref) and each() is optimizer for each in held)
 
 
@@ -140,16 +141,20 @@ def handed(
     """The two attributes, during a step; with what the user has set already, the product and the
     maximum. The user's are put back if `restore`, and after an error.
     """
+    if grad_scale is None and found_inf is None:
+        yield
+        return
     users = {name: vars(optimizer)[name] for name in _ATTRIBUTES if name in vars(optimizer)}
     own_scale, own_found = (users.get(name) for name in _ATTRIBUTES)
+    is_1 = grad_scale is not None and tables.peek(grad_scale) == 1
+    if is_1 and _function(optimizer) in _OF_TORCH:
+        # its kernels write gradients back when they have divided them: 13 % of AdamW's CPU time
+        grad_scale = None
     if grad_scale is not None and own_scale is not None:
         grad_scale = grad_scale * own_scale
     if found_inf is not None and own_found is not None:
         found_inf = torch.maximum(found_inf, own_found.to(found_inf.device))
-    divisor = own_scale if grad_scale is None else grad_scale
-    if divisor is not None and tables.peek(divisor) == 1 and _function(optimizer) in _OF_TORCH:
-        divisor = None  # torch's kernels write all gradients when they divide, be it by 1
-    vars(optimizer)["grad_scale"] = divisor
+    vars(optimizer)["grad_scale"] = own_scale if grad_scale is None else grad_scale
     vars(optimizer)["found_inf"] = own_found if found_inf is None else found_inf
     try:
         yield

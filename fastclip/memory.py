@@ -21,7 +21,7 @@ class Counters:
     def count(self, clipped: Tensor, skipped: Tensor) -> None:
         """Count a step of these 0-d bools."""
         if self._counts[0].device != clipped.device:
-            self._counts = tuple(count.to(clipped.device) for count in self._counts)
+            self._counts = tuple(_sent(count, clipped.device) for count in self._counts)
         all_clipped, all_skipped, consecutive = self._counts
         all_clipped += clipped
         all_skipped += skipped
@@ -57,7 +57,7 @@ class Remembered:
         if self._state is None:
             self._state = self._rule.init(0 if self._rule.per_tensor else len(names), device)
         if any(part.device != device for part in self._state.values()):
-            self._state = {key: part.to(device) for key, part in self._state.items()}
+            self._state = {key: _sent(part, device) for key, part in self._state.items()}
             self._asked = ()
         if not self._rule.per_tensor or not self._state:
             return self._state
@@ -86,9 +86,7 @@ class Remembered:
         self._index = None
         if names != tuple(self._rows):
             index = torch.tensor([self._rows[name] for name in names], device="cpu")
-            if device.type == "cuda":
-                index = index.pin_memory()  # else the copy waits for the device
-            self._index = index.to(device, non_blocking=True)
+            self._index = _sent(index, device)
 
     def dump(self) -> dict[str, Any]:
         """Copies: of a rule per tensor a dict for each name."""
@@ -141,6 +139,12 @@ class Remembered:
 def _described(parts: Mapping[str, tuple[Sequence[int], torch.dtype]]) -> str:
     listed = [f"{key} ({dtype}, shape {shape})" for key, (shape, dtype) in sorted(parts.items())]
     return ", ".join(listed) or "nothing"
+
+
+def _sent(tensor: Tensor, device: torch.device) -> Tensor:
+    if tensor.device.type == "cpu" and device.type == "cuda":
+        return tensor.pin_memory().to(device, non_blocking=True)  # else the copy waits
+    return tensor.to(device)
 
 
 def _own(tensor: Tensor) -> Tensor:

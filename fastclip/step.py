@@ -11,8 +11,15 @@ from fastclip import folding, passes, policy
 from fastclip import table as tables
 from fastclip.gradients import Gradients, Listed
 from fastclip.policy import Policy
-from fastclip.rules import Decision, MaxNorm, Measured, Rule, State, UnsuitableGradient
-from fastclip.rules import scale_units_ as scale_units_
+from fastclip.rules import (
+    Decision,
+    MaxNorm,
+    Measured,
+    Rule,
+    State,
+    UnsuitableGradient,
+    scale_units_,
+)
 from fastclip.scaling import WithoutScaler
 from fastclip.stats import GradStats
 
@@ -144,7 +151,8 @@ class Decided(NamedTuple):
         inv_scale = self.loss_scale.inv_scale
         factor = coef if inv_scale is None else coef * inv_scale.to(coef.device)
         rest, grad_scale = folding.split(factor)
-        passes.active().rescale_(listed, rest)
+        if tables.peek(rest) != 1:
+            passes.active().rescale_(listed, rest)
         return grad_scale
 
     def write_(self) -> None:

@@ -2,6 +2,7 @@
 
 from contextlib import nullcontext
 
+import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
@@ -28,7 +29,10 @@ def take(
         optimizer.step()
         loss_scale.note_stepped(optimizer)
         return
-    flag = None if loss_scale.enabled else skip  # that of a scaler has been recorded with it
-    handed = folding.handed(optimizer, grad_scale, flag, restore=not loss_scale.enabled)
+    if skip is None and grad_scale is not None:
+        skip = torch.zeros_like(grad_scale)  # where there is one attribute, a class may expect both
+    if loss_scale.enabled:
+        skip = None  # has been recorded with the scaler, which hands it
+    handed = folding.handed(optimizer, grad_scale, skip, restore=not loss_scale.enabled)
     with handed if honours else nullcontext():
         loss_scale.step(optimizer)
