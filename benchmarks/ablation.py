@@ -62,7 +62,7 @@ class Plan:
 
 
 FULL = Plan(before=200, after=200, seeds=5)
-QUICK = Plan(before=12, after=12, seeds=2, width=32, batch=4)
+QUICK = Plan(before=LEVEL, after=LEVEL, seeds=1, width=32, batch=2)
 
 
 @dataclass(frozen=True)

@@ -179,10 +179,7 @@ def handed(
         grad_scale = grad_scale * own_scale
     if found_inf is not None and own_found is not None:
         found_inf = torch.maximum(found_inf, own_found.to(found_inf.device))
-    divisor = own_scale if grad_scale is None else grad_scale
-    if divisor is not None and tables.peek(divisor) == 1 and _function(optimizer) in _OF_TORCH:
-        divisor = None  # torch's kernels write all gradients when they divide, be it by 1
-    vars(optimizer)["grad_scale"] = divisor
+    vars(optimizer)["grad_scale"] = own_scale if grad_scale is None else grad_scale
     vars(optimizer)["found_inf"] = own_found if found_inf is None else found_inf
     try:
         yield
