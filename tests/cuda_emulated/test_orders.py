@@ -44,6 +44,7 @@ RIGHT = "into.inf += other.inf;"
 WRONG = "into.inf = other.inf;"
 
 
+@pytest.mark.slow
 def test_a_wrong_combine_is_caught(compiler: None, built: Device, tmp_path: Path) -> None:
     """In csrc/table.h, the one place where rows are combined."""
     case = next(case for case in CASES if case.id == "value/one-inf-at-borders-float32")
