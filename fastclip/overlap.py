@@ -49,7 +49,9 @@ from fastclip.gradients import Gradients, Listed, Row
 LEAST = {"cpu": 1 << 20}
 LEAST_ELSEWHERE = 1 << 20
 
+_PLAIN = (Tensor, torch.nn.Parameter)
 _REQUIRES_GRAD = attrgetter("requires_grad")
+
 
 NO_HOOK_RAN = (
     "overlap=True has had no effect so far: no hook has run. Either no backward has made these "
@@ -125,7 +127,8 @@ class Overlap:
         self._fired_ever = False
         self._warned: set[str] = set()
         self._comparisons = _Comparisons()
-        self._looked: tuple[list[int], list[bool]] | None = None  # at the last watch
+        self._looked: list[list[int]] | None = None  # at the last watch
+        self._n_hooks = 0  # since then
         weakref.finalize(self, _remove, self._hooks).atexit = False
 
     def watch(self, parameters: Sequence[Tensor]) -> None:
@@ -140,13 +143,20 @@ class Overlap:
             self._warn(f"overlap=True has no effect: {self.reason}")
             return
         self._renew(parameters)
-        looked = list(map(id, parameters)), list(map(_REQUIRES_GRAD, parameters))
-        if looked == self._looked:
+        # Not compared with the last time by id alone: one may be that of a new parameter, and a
+        # lazy one, or one whose data is replaced, grows. A dead one's hook has left `_hooks`.
+        looked = [
+            list(map(id, parameters)),
+            list(map(_REQUIRES_GRAD, parameters)),
+            _sizes(parameters),
+        ]
+        if looked == self._looked and len(self._hooks) == self._n_hooks:
             return
         self._looked = looked
         for parameter in parameters:
             if id(parameter) not in self._hooks and self._takes(parameter):
                 self._hooks[id(parameter)] = _Hook(self, parameter)
+        self._n_hooks = len(self._hooks)
         none = "no parameter is a plain leaf tensor, trainable and large enough to be worth a hook"
         self.reason = None if self._hooks else none
 
@@ -217,7 +227,7 @@ class Overlap:
     def _takes(self, parameter: Tensor) -> bool:
         least = LEAST.get(parameter.device.type, LEAST_ELSEWHERE)
         return (
-            type(parameter) in (Tensor, torch.nn.Parameter)
+            type(parameter) in _PLAIN
             and parameter.requires_grad
             and parameter.is_leaf
             and parameter.layout == torch.strided
@@ -346,6 +356,11 @@ class _Comparisons:
 def _remove(hooks: "weakref.WeakValueDictionary[int, _Hook]") -> None:
     for hook in list(hooks.values()):
         hook.handle.remove()
+
+
+def _sizes(parameters: Sequence[Tensor]) -> list[int]:
+    """In bytes; 0 for those of other types, which may have none yet."""
+    return [each.nbytes if type(each) in _PLAIN else 0 for each in parameters]
 
 
 def _stamp(gradient: Tensor) -> _Stamp:
