@@ -21,7 +21,8 @@ to the gradient itself instead, or call `Overlap.forget`.
 
 Beside a process group there are no hooks: collectives change gradients after these have run, DDP
 those in its buckets, FSDP makes them later still. A backward that something records (a compiled
-autograd, a dispatch mode, a CUDA graph) is left alone.
+autograd, a dispatch mode, a CUDA graph) is left alone. Gradients that are views of one buffer have
+one version for all, so that only the last of them keeps its row.
 
 Streams: a hook runs on the stream on which the gradient was accumulated, and the end of backward
 makes the caller's stream wait for that one. The code for other devices than the CPU has not run on
@@ -45,7 +46,8 @@ from fastclip import table as tables
 from fastclip.backends import Backend
 from fastclip.gradients import Gradients, Listed, Row
 
-# Bytes from which on a gradient is worth a hook.
+# Bytes from which on a gradient is worth a hook. On a CPU (Zen 4) the hook, its record and the check
+# cost 30 us beside the read itself, in which time memory hands over half a MiB.
 LEAST = {"cpu": 1 << 20}
 LEAST_ELSEWHERE = 1 << 20
 

@@ -120,6 +120,20 @@ def test_one_gradient_on_two_parameters_counts_once() -> None:
     right(overlap, model, served=(0, 4))
 
 
+def test_gradients_in_one_buffer() -> None:
+    """They share a version, and each accumulation makes those before it look changed."""
+    model = mlp()
+    parameters = list(model.parameters())
+    flat = torch.zeros(sum(p.numel() for p in parameters))
+    for parameter, part in zip(
+        parameters, flat.split([p.numel() for p in parameters]), strict=True
+    ):
+        parameter.grad = part.view(parameter.shape)
+    overlap = watching(model)
+    loss_of(model).backward()
+    right(overlap, model, served=(1, 4))
+
+
 @pytest.mark.parametrize("reentrant", [False, True])
 def test_activation_checkpointing(reentrant: bool) -> None:
     model = mlp()
