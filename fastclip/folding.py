@@ -202,7 +202,9 @@ def _alike(a: Tensor, b: Tensor) -> bool:
         return False
     steps = _steps(a)
     sizes = sorted(steps)
-    dense = all(stride == prod(size for _, size in sizes[:n]) for n, (stride, _) in enumerate(sizes))
+    dense = all(
+        stride == prod(size for _, size in sizes[:n]) for n, (stride, _) in enumerate(sizes)
+    )
     return dense and steps == _steps(b)
 
 

@@ -17,7 +17,6 @@ from tests.making import floats
         (10.0, None, None),
         (2.5, None, 2.0),
         (10.0, 4.0, 4.0),
-        ((5 + 1e-6) / 2, 0.5, None),  # together 1, where the user's alone would be wrong
     ],
 )
 def test_a_division_by_1_is_not_asked_for(
