@@ -176,8 +176,13 @@ class GradClipper:
         """Go on from a `state_dict`. The options of the rule stay those of this clipper.
 
         Parameters whose names are missing start afresh; a `UserWarning` lists names that are not
-        known here. Raises `ValueError`, with nothing changed, for another rule's state.
+        known here. Raises `ValueError`, with nothing changed, for another rule's state and for one
+        of which a part is damaged.
         """
+        if not isinstance(state_dict, Mapping):
+            raise ValueError(
+                f"the state of a GradClipper is a mapping, got {type(state_dict).__name__}"
+            )
         missing = [key for key in KEYS if key not in state_dict]
         if missing:
             raise ValueError(f"this is no state of a GradClipper: it has no {missing[0]!r}")
@@ -190,8 +195,10 @@ class GradClipper:
             raise ValueError(
                 f"the state is of the rule {state_dict['rule']}, and this clipper has {rule}"
             )
-        extra = self._remembered.load(state_dict["state"], self._listing.labels())
-        self._counters.load(state_dict["counters"])
+        counters, remembered = Counters(), copy(self._remembered)
+        counters.load(state_dict["counters"])
+        extra = remembered.load(state_dict["state"], self._listing.labels())
+        self._counters, self._remembered = counters, remembered
         if extra:
             more = f" and {len(extra) - SHOWN} more" if len(extra) > SHOWN else ""
             warnings.warn(
