@@ -4,7 +4,6 @@ import math
 from collections.abc import Callable
 from numbers import Integral, Real
 
-
 LARGEST = 2**63  # what an int64 counter can be compared with is under it
 
 

@@ -48,10 +48,9 @@ def _whole(saved: Mapping[str, Any], name: str) -> int:
     if name not in saved:
         raise ValueError(f"the counters have no {name!r}")
     value = saved[name]
-    number = value
-    if isinstance(value, Tensor) and value.dim() == 0:
-        number = value.item()
-    if isinstance(number, bool) or not isinstance(number, Integral) or not 0 <= number < LARGEST:
+    number = value.item() if isinstance(value, Tensor) and value.dim() == 0 else value
+    whole = isinstance(number, Integral) and not isinstance(number, bool)
+    if not whole or not 0 <= int(number) < LARGEST:
         raise ValueError(
             f"the counter {name!r} must be a whole number of at least 0, got {value!r:.80}"
         )
