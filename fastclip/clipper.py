@@ -194,8 +194,12 @@ class GradClipper:
 
         Parameters whose names are missing start afresh; a `UserWarning` lists names that are not
         known here, whose state is dropped. Raises `ValueError`, with nothing changed, for another
-        rule's state.
+        rule's state and for one of which a part is damaged.
         """
+        if not isinstance(state_dict, Mapping):
+            raise ValueError(
+                f"the state of a GradClipper is a mapping, got {type(state_dict).__name__}"
+            )
         missing = [key for key in KEYS if key not in state_dict]
         if missing:
             raise ValueError(f"this is no state of a GradClipper: it has no {missing[0]!r}")
@@ -209,8 +213,10 @@ class GradClipper:
                 f"the state is of the rule {state_dict['rule']}, and this clipper has {rule}"
             )
         names = state_dict["state"]
-        extra = self._remembered.load(names, self._listing.labels())
-        self._counters.load(state_dict["counters"])
+        counters, remembered = Counters(), copy(self._remembered)
+        counters.load(state_dict["counters"])
+        extra = remembered.load(names, self._listing.labels())
+        self._counters, self._remembered = counters, remembered
         if extra:
             more = f" and {len(extra) - SHOWN} more" if len(extra) > SHOWN else ""
             none = len(extra) == len(names)

@@ -201,11 +201,9 @@ def _alike(a: Tensor, b: Tensor) -> bool:
     if a.layout != torch.strided or b.layout != torch.strided:
         return False
     steps = _steps(a)
-    sizes = sorted(steps)
-    dense = all(
-        stride == prod(size for _, size in sizes[:n]) for n, (stride, _) in enumerate(sizes)
-    )
-    return dense and steps == _steps(b)
+    sizes = [size for _, size in sorted(steps)]
+    dense = [prod(sizes[:n]) for n in range(len(sizes))]
+    return steps == _steps(b) and dense == [stride for stride, _ in sorted(steps)]
 
 
 def _steps(x: Tensor) -> list[tuple[int, int]]:

@@ -42,7 +42,8 @@ class MaxNorm:
     def limit(self, step: int) -> float | Tensor:
         """The threshold of that step: a checked number, or the 0-d Tensor."""
         if isinstance(self.max_norm, Tensor):
-            return self.max_norm.detach().reshape(())
+            # a copy: it comes back as stats.threshold, and this one may be changed
+            return self.max_norm.detach().to(torch.float64, copy=True).reshape(())
         if not callable(self.max_norm):
             return float(self.max_norm)
         value = self.max_norm(step)
