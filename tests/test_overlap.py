@@ -261,6 +261,19 @@ def test_a_mostly_zero_gradient_that_is_unscaled(
         right(overlap, model, served=(0, 3))
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.complex64], ids=str)
+@pytest.mark.parametrize("at", [1, 20_001, 99_999])
+@pytest.mark.parametrize("bad", [None, 3, 50_003])
+def test_the_one_element_that_shows_a_multiplication_is_found(
+    bad: int | None, at: int, dtype: torch.dtype
+) -> None:
+    gradient = torch.zeros(100_000, dtype=dtype)
+    if bad is not None:
+        gradient[bad] = torch.nan
+    gradient[at] = -0.5
+    assert sampling.sample(gradient, sampling.place(gradient))[-1] == -0.5
+
+
 @pytest.mark.parametrize("value", [0.0, torch.inf, torch.nan])
 def test_a_gradient_in_which_no_multiplication_shows_keeps_its_row(value: float) -> None:
     parameter = nn.Parameter(torch.zeros(100))
