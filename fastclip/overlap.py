@@ -24,6 +24,9 @@ those in its buckets, FSDP makes them later still. A backward that something rec
 autograd, a dispatch mode, a CUDA graph) is left alone. Gradients that are views of one buffer have
 one version for all, so that only the last of them keeps its row.
 
+With a loss scale, norms of orders other than 0, 1, 2 and inf are measured by the step alone: powers
+of the scaled elements, which a hook sees, may overflow.
+
 Streams: a hook runs on the stream on which the gradient was accumulated, and the end of backward
 makes the caller's stream wait for that one. The code for other devices than the CPU has not run on
 one.

@@ -14,6 +14,7 @@ from fastclip import gradients, passes, sampling
 from fastclip import overlap as module
 from fastclip.gradients import Gradients, Listed
 from fastclip.overlap import Overlap
+from fastclip.table import SCALABLE
 from fastclip.testing.variants import Variant
 from tests.backward import loss_of, mlp, right, same, watching
 
@@ -52,7 +53,8 @@ def test_rows_are_those_of_the_plain_pass(variant: Variant, p: float, scaled: bo
     listed = gradients.of_parameters(model)
     found, table = overlap.measure(listed, inv_scale)
     expected = passes.measure(listed, p, inv_scale)
-    assert overlap.served == (4, 4)
+    again = scaled and p not in SCALABLE  # the hooks do not know the loss scale
+    assert overlap.served == (0 if again else 4, 4)
     assert found.names == expected[0].names == ("0.weight", "0.bias", "2.weight", "2.bias")
     if variant.backend == "triton":  # cuts a gradient by the whole list
         torch.testing.assert_close(table, expected[1], rtol=1e-12, atol=0)
