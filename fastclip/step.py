@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -33,7 +33,7 @@ ELSEWHERE = (
     "scaler.unscale_ has looked at"
 )
 
-_CAPPED = (MaxNorm, ZClip, LogZ, AutoClip)  # one threshold, of `max_norm` where it does not bind
+_CAPPED = (ZClip, LogZ, AutoClip)  # one threshold, of `max_norm` where it does not bind
 
 Measure = Callable[[Listed, Tensor | None], tuple[Gradients, Tensor]]
 Rows = Callable[[tuple[str, ...], torch.device], State]  # the rule's state of these gradients
@@ -121,7 +121,7 @@ class Step(NamedTuple):
             if self._leaves:
                 decision = decision.unless(bad, state)
         else:
-            total, decision = torch.zeros_like(total), _nothing(rule, table)
+            total, decision = torch.zeros_like(total), _nothing(rule, limit, table)
         dtype = tables.result_dtype(found.tensors)
         return Decided(self.settings, self.loss_scale, found, table, dtype, total, decision, bad)
 
@@ -231,10 +231,10 @@ class Decided(NamedTuple):
         )
 
 
-def _nothing(rule: Rule, table: Tensor) -> Decision:
-    """About no gradients, which a rule is not asked about."""
+def _nothing(rule: Rule, limit: float | Tensor | None, table: Tensor) -> Decision:
+    """About no gradients, which a rule is not asked about; `limit` is that of `MaxNorm`."""
     one = torch.ones((0,) if rule.per_tensor else (), dtype=torch.float64, device=table.device)
-    cap: Any = rule.max_norm if isinstance(rule, _CAPPED) else None  # of a schedule its number
+    cap = rule.max_norm if isinstance(rule, _CAPPED) else limit
     return Decision(one, one * math.inf if cap is None else tables.limit(cap, one.device), {})
 
 
