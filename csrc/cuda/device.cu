@@ -22,6 +22,7 @@ std::atomic<int64_t> launched{0};
 void check(int error, const char* what) {
   if (error == cudaSuccess) return;
   const char* text = cudaGetErrorString(static_cast<cudaError_t>(error));
+  cudaGetLastError();  // the exception reports it: nobody else shall
   throw std::runtime_error(std::string("CUDA could not ") + what + ": " + text);
 }
 
@@ -85,10 +86,17 @@ bool is_capturing(void* stream) {
   return status != cudaStreamCaptureStatusNone;
 }
 
-void launch(const Launch& launch) {
+bool launch(const Launch& launch) {
   const bool few = launch.call.tables.addresses != nullptr;
+  const int error = kernels_for(few ? 0 : launch.n_addresses).start(launch);
+  if (launch.kernel == Kernel::kClip &&
+      (error == cudaErrorCooperativeLaunchTooLarge || error == cudaErrorNotSupported)) {
+    cudaGetLastError();  // or whoever asks for it next takes it for its own
+    return false;
+  }
   ++launched;
-  check(kernels_for(few ? 0 : launch.n_addresses).start(launch), "start a kernel");
+  check(error, "start a kernel");
+  return true;
 }
 
 void store(uint64_t* target, const uint64_t* words, int64_t n, const Limits& limits, void* stream) {
