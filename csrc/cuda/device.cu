@@ -15,7 +15,7 @@ namespace {
 
 // A list that the second-level cache holds beside its results and whatever else lies there.
 constexpr int64_t kShareOfL2 = 2;
-constexpr int kLargeArgumentsDriver = 12010, kLargeArgumentsMajor = 7;
+constexpr int kLargeArgumentsDriver = 12010;
 
 std::atomic<int64_t> launched{0};
 
@@ -38,8 +38,7 @@ Limits find_limits(int device) {
   check(cudaDriverGetVersion(&driver), "tell the version of its driver");
   if (attribute(cudaDevAttrCooperativeLaunch, device) != 0)
     check(kernels_small()->resident(&resident), "tell how many blocks are resident at once");
-  const bool large = kernels_large() && driver >= kLargeArgumentsDriver &&
-                     attribute(cudaDevAttrComputeCapabilityMajor, device) >= kLargeArgumentsMajor;
+  const bool large = kernels_large() && driver >= kLargeArgumentsDriver;
   Limits limits;
   limits.blocks = multiprocessors * kBlocksPerSm;
   limits.cooperative_blocks = multiprocessors * std::min(resident, kCooperativeBlocksPerSm);
