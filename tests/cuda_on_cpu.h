@@ -395,6 +395,7 @@ CUDA_ON_CPU_EXPORT void cuda_on_cpu_seed(unsigned seed) { cuda_on_cpu::runtime.s
 CUDA_ON_CPU_EXPORT void cuda_on_cpu_set(const char* name, long long value) {
   cuda_on_cpu::control(name) = value;
 }
+CUDA_ON_CPU_EXPORT int cuda_on_cpu_last_error() { return cuda_on_cpu::last_error; }
 CUDA_ON_CPU_EXPORT long long cuda_on_cpu_get(const char* name) {
   return cuda_on_cpu::control(name);
 }

@@ -91,18 +91,20 @@ __device__ inline void combine_threads(RowOf<double, Count>& row, Norm norm) {
 
 // Whether this block is the last of n to come here; then the counter is 0 again. What thread 0 of
 // any of them has written before, all threads of the last one see after it: thread 0's fence and
-// increment release it, the fence of the last block acquires it. Which block is last decides
-// nothing but who does the rest.
+// increment release it, its fence after the last increment acquires it, and the barrier hands it on
+// to the other threads, so that they need no fence. Which block is last decides nothing but who
+// does the rest.
 __device__ inline bool is_last(unsigned* arrived, unsigned n) {
   bool last = false;
   if (threadIdx.x == 0) {
     __threadfence();
     last = atomicAdd(arrived, 1u) == n - 1;
-    if (last) __stcg(arrived, 0u);
+    if (last) {
+      __threadfence();
+      __stcg(arrived, 0u);
+    }
   }
-  last = __syncthreads_or(last);
-  if (last) __threadfence();
-  return last;
+  return __syncthreads_or(last);
 }
 
 __device__ inline void store_row(Row* p, const Row& row) {

@@ -15,13 +15,14 @@ namespace {
 
 // A list that the second-level cache holds beside its results and whatever else lies there.
 constexpr int64_t kShareOfL2 = 2;
-constexpr int kLargeArgumentsDriver = 12010, kLargeArgumentsMajor = 7;
+constexpr int kLargeArgumentsDriver = 12010;
 
 std::atomic<int64_t> launched{0};
 
 void check(int error, const char* what) {
   if (error == cudaSuccess) return;
   const char* text = cudaGetErrorString(static_cast<cudaError_t>(error));
+  cudaGetLastError();  // the exception reports it: nobody else shall
   throw std::runtime_error(std::string("CUDA could not ") + what + ": " + text);
 }
 
@@ -37,8 +38,7 @@ Limits find_limits(int device) {
   check(cudaDriverGetVersion(&driver), "tell the version of its driver");
   if (attribute(cudaDevAttrCooperativeLaunch, device) != 0)
     check(kernels_small()->resident(&resident), "tell how many blocks are resident at once");
-  const bool large = kernels_large() && driver >= kLargeArgumentsDriver &&
-                     attribute(cudaDevAttrComputeCapabilityMajor, device) >= kLargeArgumentsMajor;
+  const bool large = kernels_large() && driver >= kLargeArgumentsDriver;
   Limits limits;
   limits.blocks = multiprocessors * kBlocksPerSm;
   limits.cooperative_blocks = multiprocessors * std::min(resident, kCooperativeBlocksPerSm);
@@ -85,10 +85,17 @@ bool is_capturing(void* stream) {
   return status != cudaStreamCaptureStatusNone;
 }
 
-void launch(const Launch& launch) {
+bool launch(const Launch& launch) {
   const bool few = launch.call.tables.addresses != nullptr;
+  const int error = kernels_for(few ? 0 : launch.n_addresses).start(launch);
+  if (launch.kernel == Kernel::kClip &&
+      (error == cudaErrorCooperativeLaunchTooLarge || error == cudaErrorNotSupported)) {
+    cudaGetLastError();  // or whoever asks for it next takes it for its own
+    return false;
+  }
   ++launched;
-  check(kernels_for(few ? 0 : launch.n_addresses).start(launch), "start a kernel");
+  check(error, "start a kernel");
+  return true;
 }
 
 void store(uint64_t* target, const uint64_t* words, int64_t n, const Limits& limits, void* stream) {

@@ -23,7 +23,9 @@ Limits limits_of(int device);
 
 bool is_capturing(void* stream);
 
-void launch(const Launch& launch);
+// Whether it was started: false, of a cooperative kernel alone, where the stream has too few
+// multiprocessors for all of its blocks at once, as one of a green context may.
+bool launch(const Launch& launch);
 void store(uint64_t* target, const uint64_t* words, int64_t n, const Limits& limits, void* stream);
 
 int64_t launches();  // so far, by this process

@@ -61,6 +61,8 @@ class Plan {
 
   const Pieces& pieces() const { return pieces_; }
   bool cooperative() const { return cooperative_; }
+  // Two launches from now on. They take the blocks as they are: none waits for another.
+  void forgo_cooperative() { cooperative_ = false; }
   int blocks() const { return blocks_; }
 
   std::shared_ptr<void> memory;  // what the words lie in; owned for whoever made it

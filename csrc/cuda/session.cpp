@@ -119,13 +119,17 @@ Number Session::number(const std::optional<Tensor>& tensor, const char* name, do
   return {nullptr, *static_cast<const double*>(tensor->const_data_ptr())};
 }
 
-void Session::launch(Kernel kernel, const Call& call) const {
-  cuda::launch({kernel, plan_->blocks(), call, addresses_.data(), int(addresses_.size()), stream_});
+bool Session::launch(Kernel kernel, const Call& call) const {
+  return cuda::launch(
+      {kernel, plan_->blocks(), call, addresses_.data(), int(addresses_.size()), stream_});
 }
 
 void Session::clip(Call call, bool measures_only) const {
   call.factors = call.tables.factor;
-  if (!measures_only && plan_->cooperative()) return launch(Kernel::kClip, call);
+  if (!measures_only && plan_->cooperative()) {
+    if (launch(Kernel::kClip, call)) return;
+    plan_->forgo_cooperative();
+  }
   launch(Kernel::kMeasure, call);
   if (!measures_only) launch(Kernel::kScale, call);
 }

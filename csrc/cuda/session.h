@@ -31,7 +31,7 @@ class Session {
   Number number(const std::optional<Tensor>& tensor, const char* name, double absent) const;
   // Doubles on the device.
   const double* doubles(const Tensor& values, const char* name) const;
-  void launch(Kernel kernel, const Call& call) const;
+  bool launch(Kernel kernel, const Call& call) const;
   // Both passes, or the first alone if nothing can have to be written.
   void clip(Call call, bool measures_only) const;
 

@@ -52,6 +52,10 @@ class Device:
     def set(self, name: str, value: int) -> None:
         self._library.cuda_on_cpu_set(name.encode(), value)
 
+    def last_error(self) -> int:
+        """What cudaPeekAtLastError returns on this thread."""
+        return int(self._library.cuda_on_cpu_last_error())
+
     @contextmanager
     def having(self, **controls: int) -> Iterator[None]:
         before = {name: self.get(name) for name in controls}

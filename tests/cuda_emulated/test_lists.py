@@ -80,12 +80,11 @@ def test_what_is_not_finite_is_counted_in_every_part(cuda: Backend) -> None:
 @pytest.mark.parametrize("more", [0, 1], ids=["fit", "one-too-many"])
 def test_few_addresses_before_large_arguments(more: int, device: Device, cuda: Backend) -> None:
     grads = list(torch.randn(IN_SMALL_ARGUMENTS + more, 20).unbind())
-    for older in ({"driver_version": 12000}, {"compute_major": 6}):
-        with device.having(cooperative=0, **older):
-            same(cuda, grads)
-            assert launched(device, same, cuda, grads) == 2
-            elsewhere = [grad.clone() for grad in grads]
-            assert launched(device, same, cuda, elsewhere) == 2 + more  # one store
+    with device.having(cooperative=0, driver_version=12000):
+        same(cuda, grads)
+        assert launched(device, same, cuda, grads) == 2
+        elsewhere = [grad.clone() for grad in grads]
+        assert launched(device, same, cuda, elsewhere) == 2 + more  # one store
 
 
 @pytest.mark.parametrize("more", [0, 1], ids=["fit", "one-too-many"])
@@ -217,6 +216,23 @@ def test_what_is_refused_is_left_alone(device: Device) -> None:
             assert device.operators.served(grads) == [True, True, False]
 
 
+@pytest.mark.parametrize("error", [720, 801], ids=["too-large", "not-supported"])
+def test_two_launches_where_a_cooperative_one_finds_no_room(
+    error: int, device: Device, cuda: Backend
+) -> None:
+    grads = mixed(20000 + error)  # sizes that no other test has: their plans would remember too
+    cuda.measure(grads, 2.0, None)
+    assert launched(device, cuda.clip_, grads, 2.0, 1e9, None) == 1
+    with device.having(next_error=error):
+        assert launched(device, same, cuda, grads) == 2
+        assert device.get("next_error") == 0  # it was returned
+    assert device.last_error() == 0
+    assert launched(device, same, cuda, grads) == 2  # the plan remembers
+    with device.having(next_error=error), pytest.raises(RuntimeError, match=f"kernel.* {error}"):
+        cuda.measure(grads, 2.0, None)
+    assert device.last_error() == 0
+
+
 def test_addresses_that_could_not_be_stored_are_stored_again(device: Device, cuda: Backend) -> None:
     storages = torch.randn(3, IN_SMALL_ARGUMENTS + 1, 20)
     first, second, third = (list(storage.unbind()) for storage in storages)
@@ -232,3 +248,14 @@ def test_addresses_that_could_not_be_stored_are_stored_again(device: Device, cud
             written = device.get("bytes_written")
         assert written == 8 + len(moved) * 40  # an address, and the table
         same(cuda, moved)
+
+
+def test_a_clip_after_a_failed_store_finds_its_own_list(device: Device, cuda: Backend) -> None:
+    first, second = (list(storage.unbind()) for storage in torch.randn(2, 600, 8))
+    with device.having(driver_version=12000):
+        same(cuda, first)
+        left = [grad.clone() for grad in first]
+        with device.having(next_error=98), pytest.raises(RuntimeError, match="start a kernel"):
+            cuda.clip_(second, 2.0, 1.0, None)
+        same(cuda, second)
+    assert all(map(compare.bitwise_equal, first, left))
