@@ -91,7 +91,11 @@ def bitwise_equal(a: Tensor, b: Tensor) -> bool:
     if a.is_sparse:
         same = bool(torch.equal(a._indices(), b._indices()))
         return same and bitwise_equal(a._values(), b._values())
-    bits = [x.detach().cpu().resolve_conj().resolve_neg().contiguous().reshape(-1) for x in (a, b)]
+    # Into new memory: one element counts as contiguous with any stride, and view() wants stride 1.
+    bits = [
+        torch.empty(x.shape, dtype=x.dtype, device="cpu").copy_(x.detach()).reshape(-1)
+        for x in (a, b)
+    ]
     return bool(torch.equal(*(x.view(torch.uint8) for x in bits)))
 
 
