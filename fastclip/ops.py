@@ -12,8 +12,8 @@ from fastclip import passes
 from fastclip import table as tables
 from fastclip.gradients import Gradients, Listed
 
-# What a backend keeps between calls (tables of addresses, partial sums) would lie in the memory pool
-# of torch.compile's CUDA graphs, which takes that memory back before the next replay.
+# What a backend keeps between calls (tables of addresses, partial sums) would lie in the
+# memory pool of torch.compile's CUDA graphs, which takes that memory back before the next replay.
 TAGS = [torch.Tag.cudagraph_unsafe]
 
 
