@@ -151,9 +151,12 @@ def test_a_device_that_the_library_is_not_for(
     tried: list[object] = []
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda i: [(6, 1), (9, 0)][i])
-    monkeypatch.setattr(
-        torch, "zeros", lambda *size, device=None: tried.append(device) or torch.ones(size)
-    )
+
+    def zeros(*size: int, device: object = None) -> torch.Tensor:
+        tried.append(device)
+        return torch.ones(size)
+
+    monkeypatch.setattr(torch, "zeros", zeros)
     words = "the library is built for compute capability 9.0, and cuda:0 has 6.1"
     assert f"; {words}; complex" in cuda.provide().about
     assert tried[0] == "cuda:1"
