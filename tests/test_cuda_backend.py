@@ -185,7 +185,7 @@ def test_cuda_that_does_not_start(
 
     monkeypatch.setattr(torch.cuda, "get_device_capability", fails)
     said = (
-        "not built ahead, and CUDA does not start: Cannot re-initialize CUDA in forked subprocess"
+        "not built ahead, and CUDA does not start: Cannot re-initialize CUDA"
     )
     assert reason() == said
     backends._found.cache_clear()
