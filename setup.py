@@ -1,7 +1,8 @@
 """Builds the libraries ahead where torch and the compilers are; elsewhere makes a pure wheel.
 
 FASTCLIP_BUILD=1 turns what stands in the way of the C++ library into an error, FASTCLIP_BUILD=0
-never builds anything ahead. FASTCLIP_BUILD_CUDA says the same of the CUDA library alone.
+never builds anything ahead. FASTCLIP_BUILD_CUDA says the same of the CUDA library alone,
+which without it is left out, with a note, if nvcc fails.
 """
 
 import importlib
@@ -56,7 +57,9 @@ def left_out(variable: str, missing: str | None, wanted: bool = True) -> str | N
 NOT_BUILT = {
     "_C": left_out(CPU, obstacle()),
     "_C_cuda": left_out(
-        CUDA, obstacle() or BUILD_CUDA.missing_nvcc(), wanted=os.environ.get(CPU) != "0"
+        CUDA,
+        None if os.environ.get(CUDA) == "0" else obstacle() or BUILD_CUDA.obstacle(),
+        wanted=os.environ.get(CPU) != "0",
     ),
 }
 
@@ -81,6 +84,9 @@ class BuildLibrary(build_ext):
                 BUILD.build(target, torch_dir=torch_dir)
                 built = "for CPUs"
         except BUILD.BuildError as error:
+            if ext.optional:
+                print(f"fastclip: {ext.name.split('.')[-1]} is not built ahead: {error}")
+                return
             way_out = f"({CUDA if cuda else CPU}=0 installs without it)"
             raise SystemExit(f"error: {error}\n{way_out}") from None
         print(f"fastclip: {target.name} is built ahead, {built}")
@@ -98,7 +104,12 @@ setup(
     packages=[*find_packages(include=["fastclip", "fastclip.*"]), "fastclip.csrc"],
     package_dir={"fastclip.csrc": "csrc"},
     ext_modules=[
-        Extension(f"fastclip.{name}", [], py_limited_api=True)
+        Extension(
+            f"fastclip.{name}",
+            [],
+            py_limited_api=True,
+            optional=name == "_C_cuda" and os.environ.get(CUDA) != "1",
+        )
         for name, reason in NOT_BUILT.items()
         if not reason
     ],

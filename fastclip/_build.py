@@ -254,7 +254,8 @@ def run(command: list[str]) -> str:
     if done.returncode != 0:
         lines = output.strip().splitlines()[-MESSAGE_LINES:]
         shown = "\n  ".join(lines) or "no output"
-        what = next((word for word in command if word.endswith((".cpp", ".cu"))), "the library")
+        otherwise = "the library" if "-o" in command else command[-1]  # such as --version
+        what = next((word for word in command if word.endswith((".cpp", ".cu"))), otherwise)
         raise BuildError(f"{command[0]} failed on {what} (exit {done.returncode}):\n  {shown}")
     return output
 

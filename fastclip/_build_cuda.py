@@ -25,6 +25,14 @@ LINK_FLAGS = ("-shared", "-cudart", "static", "-Xlinker", "--exclude-libs,ALL")
 
 Capability = tuple[int, int]
 
+OLDEST: Capability = (7, 0)
+OLDEST_TEXT = "compute capability 7.0 or later"
+# Torch's names for architectures in the variable.
+NAMES = {
+    **{"Volta": "7.0+PTX", "Turing": "7.5+PTX", "Ampere": "8.0;8.6+PTX", "Ada": "8.9+PTX"},
+    **{"Hopper": "9.0+PTX", "Blackwell": "10.0;10.3;12.0;12.1+PTX"},
+}
+
 
 @dataclass(frozen=True, order=True)
 class Arch:
@@ -57,13 +65,17 @@ class Arch:
 def parse(text: str) -> list[Arch]:
     """Torch's way to list architectures: "8.0 9.0+PTX", with spaces or semicolons between them."""
     found = []
-    for word in re.split(r"[;\s]+", text.strip("; \t\n")):
+    words = re.split(r"[;\s]+", text.strip("; \t\n"))
+    for word in ";".join(NAMES.get(word, word) for word in words).split(";"):
         match = re.fullmatch(r"(\d+)\.(\d)([af]?)(\+PTX)?", word)
         if not match:
             raise BuildError(
                 f"{VARIABLE}={text}: {word!r} is not a compute capability such as 8.0 or 9.0+PTX"
             )
-        found.append(Arch(int(match[1]), int(match[2]), match[3], bool(match[4])))
+        arch = Arch(int(match[1]), int(match[2]), match[3], bool(match[4]))
+        if (arch.major, arch.minor) < OLDEST:
+            raise BuildError(f"{VARIABLE}={text}: the kernels need {OLDEST_TEXT}, not {word}")
+        found.append(arch)
     return sorted(set(found))
 
 
@@ -90,8 +102,11 @@ def missing_nvcc() -> str | None:
 
 def version() -> str:
     """Of nvcc, such as "13.0"."""
-    found = re.search(r"release (\d+\.\d+)", _said("--version"))
-    return found[1] if found else "of unknown version"
+    said = _said("--version")
+    found = re.search(r"release (\d+\.\d+)", said)
+    if not found:
+        raise BuildError(f"{nvcc()} --version names no release: {said.strip() or 'no output'}")
+    return found[1]
 
 
 def known() -> list[str]:
@@ -119,19 +134,35 @@ def chosen() -> tuple[list[Arch], list[Arch]]:
     return usable, unknown
 
 
+def obstacle() -> str | None:
+    """Why nothing can be built ahead here, or None."""
+    try:
+        chosen()
+        version()
+    except BuildError as error:
+        return str(error)
+    return None
+
+
 def local(devices: Iterable[Capability]) -> list[Arch]:
     """What to compile for at first use: these devices' own code.
 
-    For a device newer than nvcc it is the PTX of the newest architecture that both know.
+    For a device newer than nvcc it is the PTX of the newest architecture that both know. One that
+    is too old is left out as long as there is another.
     """
-    found = set()
-    for major, minor in devices:
-        numbers = [int(name) for name in known() if name.isdecimal()]
+    found, too_old = set(), []
+    numbers = [int(name) for name in known() if name.isdecimal()]
+    for major, minor in sorted(set(devices)):
         fitting = [number for number in numbers if number <= 10 * major + minor]
-        if not fitting:
-            raise BuildError(f"nvcc {version()} does not know sm_{major}{minor}, this device's")
-        best = divmod(fitting[-1], 10)
-        found.add(Arch(*best, ptx=best != (major, minor)))
+        if (major, minor) < OLDEST:
+            too_old.append(f"the kernels need {OLDEST_TEXT}, and this device has {major}.{minor}")
+        elif not fitting:
+            too_old.append(f"nvcc {version()} does not know sm_{major}{minor}, this device's")
+        else:
+            best = divmod(max(fitting), 10)
+            found.add(Arch(*best, ptx=best != (major, minor)))
+    if not found:
+        raise BuildError("; ".join(too_old))
     return sorted(found)
 
 
@@ -196,10 +227,12 @@ def nvcc_command() -> list[str]:
     if reason := missing_nvcc():
         raise BuildError(reason)
     words = _build.compiler_command()
-    if len(words) > 1 and not words[1].startswith("-"):  # a launcher before the compiler
+    # Before the compiler there may be a launcher, or env and what it sets.
+    while len(words) > 1 and not words[1].startswith("-"):
         words = words[1:]
-    host_words = [word for flag in words[1:] for word in ("-Xcompiler", flag)]
-    return [str(nvcc()), "-ccbin", words[0], *host_words]
+    # nvcc takes a comma for the end of one flag.
+    flags = [flag.replace(",", "\\,") for flag in words[1:]]
+    return [str(nvcc()), "-ccbin", words[0], *(w for f in flags for w in ("-Xcompiler", f))]
 
 
 def cached_library(torch_version: str, torch_dir: Path, archs: Sequence[Arch]) -> Path:

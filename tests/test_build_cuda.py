@@ -31,6 +31,8 @@ def tools(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Tools:
         ("8.0 9.0+PTX", [Arch(8, 0), Arch(9, 0, ptx=True)]),
         (" 12.0+PTX;8.0; 9.0a ", [Arch(8, 0), Arch(9, 0, "a"), Arch(12, 0, ptx=True)]),
         ("10.0f;8.0;8.0", [Arch(8, 0), Arch(10, 0, "f")]),
+        ("Ampere 9.0", [Arch(8, 0), Arch(8, 6, ptx=True), Arch(9, 0)]),
+        ("Hopper", [Arch(9, 0, ptx=True)]),
     ],
 )
 def test_architectures_are_written_as_for_torch(text: str, archs: list[Arch]) -> None:
@@ -38,7 +40,7 @@ def test_architectures_are_written_as_for_torch(text: str, archs: list[Arch]) ->
     assert _build_cuda.parse(_build_cuda.render(archs).replace(",", "")) == archs
 
 
-@pytest.mark.parametrize("word", ["Ampere", "8", "sm_80", "8.0+ptx", "8.0,9.0", "-8.0"])
+@pytest.mark.parametrize("word", ["Amper", "8", "sm_80", "8.0+ptx", "8.0,9.0", "-8.0"])
 def test_other_words_are_refused_by_name(word: str) -> None:
     with pytest.raises(_build.BuildError) as caught:
         _build_cuda.parse(f"9.0 {word}")
@@ -81,11 +83,11 @@ def test_an_older_nvcc_leaves_out_what_it_does_not_know(tools: Tools) -> None:
 
 
 def test_what_is_asked_for_is_not_left_out(tools: Tools, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("TORCH_CUDA_ARCH_LIST", "8.0 7.0")
+    monkeypatch.setenv("TORCH_CUDA_ARCH_LIST", "8.0 7.2")
     with pytest.raises(_build.BuildError) as caught:
         _build_cuda.chosen()
     assert str(caught.value) == (
-        "TORCH_CUDA_ARCH_LIST=8.0 7.0: nvcc 12.9 does not know 7.0, "
+        "TORCH_CUDA_ARCH_LIST=8.0 7.2: nvcc 12.9 does not know 7.2, "
         f"only {KNOWN.replace(' ', ', ')}"
     )
     monkeypatch.setenv("TORCH_CUDA_ARCH_LIST", "9.0a;8.6")
@@ -98,6 +100,34 @@ def test_local_architectures(tools: Tools) -> None:
     assert _build_cuda.local([(10, 3)]) == [Arch(10, 0, ptx=True)]
     with pytest.raises(_build.BuildError, match=r"nvcc 12\.9 does not know sm_70"):
         _build_cuda.local([(7, 0)])
+    # one that is too old does not take the kernels from the other
+    assert _build_cuda.local([(8, 9), (6, 1)]) == [Arch(8, 9)]
+    assert _build_cuda.local([(7, 0), (9, 0)]) == [Arch(9, 0)]
+
+
+def test_no_kernels_below_7_0(tools: Tools, monkeypatch: pytest.MonkeyPatch) -> None:
+    tools.nvcc("12.4", "50 61 70 80")
+    monkeypatch.setenv("TORCH_CUDA_ARCH_LIST", "6.1;8.0")
+    reason = "TORCH_CUDA_ARCH_LIST=6.1;8.0: the kernels need compute capability 7.0 or later, not"
+    with pytest.raises(_build.BuildError, match=rf"^{re.escape(reason)} 6\.1$"):
+        _build_cuda.chosen()
+    assert _build_cuda.obstacle() == f"{reason} 6.1"
+    with pytest.raises(_build.BuildError, match=r"^the kernels need .*, and this device has 6\.1$"):
+        _build_cuda.local([(6, 1)])
+
+
+def test_an_nvcc_that_does_not_say_its_version(tools: Tools) -> None:
+    assert _build_cuda.obstacle() is None
+    nvcc = script(tools.home / "bin" / "nvcc", "echo out of luck; exit 3")
+    _build_cuda._asked.cache_clear()
+    for call in (_build_cuda.version, _build_cuda.known):
+        with pytest.raises(_build.BuildError) as caught:
+            call()
+        option = "--version" if call is _build_cuda.version else "--list-gpu-arch"
+        assert str(caught.value) == f"{nvcc} failed on {option} (exit 3):\n  out of luck"
+    script(nvcc, '[ "$1" = --version ] && echo nonsense || echo compute_90')
+    _build_cuda._asked.cache_clear()
+    assert _build_cuda.obstacle() == f"{nvcc} --version names no release: nonsense"
 
 
 def test_where_nvcc_is_looked_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -162,6 +192,13 @@ def test_a_launcher_before_the_compiler_is_not_nvccs(
     monkeypatch.setenv("CXX", f"{tools.folder}/ccache {tools.folder}/host -O1")
     host = str(tools.folder / "host")
     assert _build_cuda.nvcc_command()[1:] == ["-ccbin", host, "-Xcompiler", "-O1"]
+
+
+def test_the_words_of_cxx(tools: Tools, monkeypatch: pytest.MonkeyPatch) -> None:
+    host = str(tools.folder / "host")
+    monkeypatch.setenv("CXX", f"env A=1 B=2 {host} -DA=1,2")
+    command = _build_cuda.nvcc_command()
+    assert command[1:] == ["-ccbin", host, "-Xcompiler", "-DA=1\\,2"]
 
 
 def test_each_library_has_a_hash_of_its_own_files(tools: Tools) -> None:

@@ -13,6 +13,7 @@ from fastclip import _build_cuda
 from tests.test_abi import audited, needs_audit
 from tests.test_install import build_wheel, clip, copy_source, install, run
 from tests.test_install import quick_compiler as quick_compiler
+from tests.toolchain import script
 
 pytestmark = pytest.mark.slow
 needs_nvcc = pytest.mark.skipif(
@@ -88,17 +89,39 @@ def test_no_nvcc(tmp_path: Path) -> None:
     assert done.stderr.splitlines() == [f"error: FASTCLIP_BUILD_CUDA=1, but {reason}"]
 
 
-@needs_nvcc
-def test_an_architecture_that_is_none(tmp_path: Path) -> None:
+@pytest.mark.parametrize("demanded", ["1", ""], ids=["demanded", "by-itself"])
+def test_an_architecture_that_is_none(demanded: str, tmp_path: Path, quick_compiler: str) -> None:
     source = copy_source(tmp_path / "source")
-    settings = {"FASTCLIP_BUILD": "0", "FASTCLIP_BUILD_CUDA": "1", "TORCH_CUDA_ARCH_LIST": "Hopper"}
+    (tmp_path / "cuda" / "bin").mkdir(parents=True)
+    script(tmp_path / "cuda" / "bin" / "nvcc", "echo compute_90")
+    settings = {"FASTCLIP_BUILD_CUDA": demanded, "TORCH_CUDA_ARCH_LIST": "Hoper"}
+    settings |= {"CUDA_HOME": str(tmp_path / "cuda"), "CXX": quick_compiler}
     done = build_wheel(Path(sys.executable), source, **settings)
-    assert done.returncode == 1
-    assert done.stderr.splitlines()[-2:] == [
-        "error: TORCH_CUDA_ARCH_LIST=Hopper: 'Hopper' is not a compute capability such as 8.0 "
-        "or 9.0+PTX",
-        "(FASTCLIP_BUILD_CUDA=0 installs without it)",
-    ]
+    reason = (
+        "TORCH_CUDA_ARCH_LIST=Hoper: 'Hoper' is not a compute capability such as 8.0 or 9.0+PTX"
+    )
+    if demanded:
+        assert done.returncode == 1
+        assert done.stderr.splitlines()[-1] == f"error: FASTCLIP_BUILD_CUDA=1, but {reason}"
+    else:
+        assert done.returncode == 0, done.stderr
+        assert f"fastclip: _C_cuda is not built ahead: {reason}" in done.stdout.splitlines()
+
+
+def test_an_nvcc_that_fails_is_left_out_with_a_note(tmp_path: Path, quick_compiler: str) -> None:
+    source = copy_source(tmp_path / "source")
+    (tmp_path / "cuda" / "bin").mkdir(parents=True)
+    answers = "--version) echo release 12.9; exit;; --list-gpu-arch) echo compute_90; exit;;"
+    nvcc = script(
+        tmp_path / "cuda" / "bin" / "nvcc", f'case "$1" in {answers} esac; echo out of luck; exit 2'
+    )
+    settings = {"CUDA_HOME": str(tmp_path / "cuda"), "CXX": quick_compiler}
+    done = build_wheel(Path(sys.executable), source, **settings)
+    assert done.returncode == 0, done.stderr
+    assert f"fastclip: _C_cuda is not built ahead: {nvcc} failed on " in done.stdout
+    with zipfile.ZipFile(source / "dist" / done.stdout.splitlines()[-1]) as file:
+        libraries = {name for name in file.namelist() if name.endswith(".so")}
+    assert libraries == {"fastclip/_C.abi3.so"}
 
 
 @needs_nvcc

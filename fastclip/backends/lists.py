@@ -145,7 +145,7 @@ def load_library(ahead: Path, unfit: str | None, at_first_use: Callable[[], Path
     if unfit or not ahead.is_file():
         try:
             path, origin = at_first_use(), "built at first use"
-        except BuildError as error:
+        except (BuildError, OSError) as error:
             raise Unavailable(f"{ahead} {unfit}, and {error}" if unfit else str(error)) from error
     try:
         torch.ops.load_library(path)

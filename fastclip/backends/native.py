@@ -107,9 +107,12 @@ def _loaded() -> str:
 
 def _unfit() -> str | None:
     csrc = _build.source_dir()
-    if LIBRARY.is_file() and csrc is not None and not _build.is_current(LIBRARY, csrc):
-        return "was built from other sources"
-    return None
+    if not LIBRARY.is_file() or csrc is None:
+        return None
+    try:
+        return None if _build.is_current(LIBRARY, csrc) else "was built from other sources"
+    except OSError as error:
+        return f"cannot be read ({error.strerror})"
 
 
 def _built_at_first_use() -> Path:

@@ -59,9 +59,9 @@ class Device:
     @contextmanager
     def having(self, **controls: int) -> Iterator[None]:
         before = {name: self.get(name) for name in controls}
-        for name, value in controls.items():
-            self.set(name, value)
         try:
+            for name, value in controls.items():
+                self.set(name, value)
             yield
         finally:
             for name, value in before.items():
