@@ -137,8 +137,11 @@ def batch(whole: Tensor, size: int, random: torch.Generator) -> tuple[Tensor, Te
     return lines[:, :-1], lines[:, 1:]
 
 
-def run(name: str, seed: int, plan: Plan) -> tuple[Run, list[float]]:
-    """What came of one rule, and the losses of all steps with the corrupted batch."""
+Losses = tuple[list[float], list[float]]  # of all steps, with the corrupted batch and without
+
+
+def run(name: str, seed: int, plan: Plan) -> tuple[Run, Losses]:
+    """What came of one rule."""
     make = RULES[name]
     training = Training(None if make is None else make(), seed, plan)
     for _ in range(plan.before):
@@ -147,7 +150,7 @@ def run(name: str, seed: int, plan: Plan) -> tuple[Run, list[float]]:
     for number in range(plan.after):
         training.step(corrupted=number == 0)
         sound.step()
-    return judged(name, seed, plan.before, training, sound), training.losses
+    return judged(name, seed, plan.before, training, sound), (training.losses, sound.losses)
 
 
 def judged(name: str, seed: int, event: int, training: Training, sound: Training) -> Run:
@@ -176,16 +179,18 @@ def mean(values: Sequence[float]) -> float:
     return sum(values) / len(values)
 
 
-def curves(plan: Plan, losses: dict[str, list[list[float]]]) -> list[dict[str, object]]:
-    """Per rule and step, counted from the event, the loss: least, median and most of all seeds."""
-    first = max(plan.before - SHOWN, 0)
+def curves(plan: Plan, every: dict[str, list[Losses]]) -> list[dict[str, object]]:
+    """Per rule and step, counted from the event: the loss, the least, median and most of all seeds;
+    and by how much it is over that with a sound batch, the median of all seeds.
+    """
     rows: list[dict[str, object]] = []
-    for rule, every in losses.items():
-        for number, values in enumerate(zip(*every, strict=True)):
-            if number >= first:
-                place = {"rule": rule, "step": number - plan.before}
-                ends = {"low": min(values), "median": median(values), "high": max(values)}
-                rows.append({**place, **rounded(ends)})
+    for rule, runs in every.items():
+        for number in range(max(plan.before - SHOWN, 0), plan.before + plan.after):
+            values = [losses[number] for losses, _ in runs]
+            ends = {"low": min(values), "median": median(values), "high": max(values)}
+            excess = median(losses[number] - sound[number] for losses, sound in runs)
+            place = {"rule": rule, "step": number - plan.before}
+            rows.append({**place, **rounded({**ends, "excess": excess})})
     return rows
 
 
@@ -237,7 +242,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     torch.set_num_threads(1)  # the model is too small for more
     here = asdict(machine.describe())
     rows: list[dict[str, object]] = []
-    losses: dict[str, list[list[float]]] = {}
+    losses: dict[str, list[Losses]] = {}
     for rule in RULES:
         for seed in range(plan.seeds):
             one, own = run(rule, seed, plan)
