@@ -373,9 +373,6 @@ inline cudaError_t cudaDeviceGetAttribute(int* value, cudaDeviceAttr attribute, 
 inline cudaError_t cudaDriverGetVersion(int* version) {
   return cuda_on_cpu::give(version, cuda_on_cpu::runtime.driver_version);
 }
-inline cudaError_t cudaRuntimeGetVersion(int* version) {
-  return cuda_on_cpu::give(version, cuda_on_cpu::runtime.runtime_version);
-}
 inline cudaError_t cudaMemsetAsync(void* p, int byte, size_t n, cudaStream_t = nullptr) {
   std::memset(p, byte, n);
   return cudaSuccess;

@@ -77,8 +77,8 @@ struct Arguments {
   uint64_t addresses[kCapacity];  // of each row's tensor
 };
 
-// 4 KiB of arguments everywhere; 32,764 bytes from CUDA 12.1 on, given compute capability 7.0, which
-// __grid_constant__ needs in any case.
+// 4 KiB of arguments everywhere; 32,764 bytes from CUDA 12.1 on. They need compute capability 7.0;
+// so does __grid_constant__.
 constexpr int kSmallBytes = 4096;
 constexpr int kLargeBytes = 32764;
 constexpr int capacity(int bytes) { return (bytes - int(sizeof(Call))) / 8; }

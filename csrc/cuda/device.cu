@@ -53,18 +53,7 @@ const Kernels& kernels_for(int addresses) {
 
 }  // namespace
 
-OnDevice::OnDevice(int device) {
-  check(cudaGetDevice(&before_), "tell the current device");
-  if (before_ == device) {
-    before_ = -1;
-  } else {
-    check(cudaSetDevice(device), "change the current device");
-  }
-}
-
-OnDevice::~OnDevice() {
-  if (before_ >= 0) cudaSetDevice(before_);  // it was current before: this cannot fail
-}
+void use_device(int device) { check(cudaSetDevice(device), "change the current device"); }
 
 Limits limits_of(int device) {
 #ifdef FASTCLIP_CUDA_ON_CPU

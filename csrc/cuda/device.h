@@ -6,17 +6,8 @@
 
 namespace fastclip::cuda {
 
-// Makes a device the current one of this thread as long as this lives.
-class OnDevice {
- public:
-  explicit OnDevice(int device);
-  ~OnDevice();
-  OnDevice(const OnDevice&) = delete;
-  OnDevice& operator=(const OnDevice&) = delete;
-
- private:
-  int before_;
-};
+// Makes a device the current one of this thread, for the CUDA runtime linked into this library.
+void use_device(int device);
 
 // Of the current device, which is given by its number.
 Limits limits_of(int device);

@@ -46,16 +46,26 @@ Session::Session(const TensorList& grads, bool writable, int64_t stream)
   if (!runs()) return;
   lock_ = std::unique_lock<std::mutex>(shared().lock);
   const int device = std::max(0, int(here.device_index));
+#ifndef FASTCLIP_CUDA_ON_CPU
   on_device_.emplace(device);
+#endif
+  use_device(device);
   setting_ = {device, stream, limits_of(device), is_capturing(stream_)};
   find_plan();
+}
+
+// A plan's memory is used in the order of its stream. The streams of all threads have one handle:
+// nothing is kept for it, and each call makes a plan.
+bool Session::keeps_plans() const {
+  constexpr int64_t kStreamPerThread = 2;  // cudaStreamPerThread
+  return !setting_.capturing && setting_.stream != kStreamPerThread;
 }
 
 // What is captured is replayed later, and must then find the tables as they are now, whatever other
 // calls have done to theirs: a capturing call has tables of its own, which the graph itself uploads
 // each time, in memory of the graph. Like any temporary it may be used again further on in it.
 void Session::find_plan() {
-  plan_ = setting_.capturing ? nullptr : shared().plans.find(inputs_.pieces, setting_);
+  plan_ = keeps_plans() ? shared().plans.find(inputs_.pieces, setting_) : nullptr;
   if (!plan_ || !plan_->has_addresses_of(inputs_.pieces)) {
     refuse_repeated(inputs_);
     if (!runs()) return;
@@ -84,7 +94,7 @@ void Session::make_plan() {
   plan_->on_device = plan_->tables(static_cast<uint64_t*>(memory->mutable_data_ptr()));
   plan_->memory = std::move(memory);
   send(0, int64_t(plan_->words().size()));
-  if (!setting_.capturing) plan_ = shared().plans.add(std::move(own_));
+  if (keeps_plans()) plan_ = shared().plans.add(std::move(own_));
 }
 
 // Words to the device, behind what its stream has to do already.

@@ -2,6 +2,8 @@
 // it up to the last launch with it.
 #pragma once
 
+#include <torch/csrc/stable/accelerator.h>
+
 #include <memory>
 #include <mutex>
 #include <optional>
@@ -36,6 +38,7 @@ class Session {
   void clip(Call call, bool measures_only) const;
 
  private:
+  bool keeps_plans() const;
   void find_plan();
   void make_plan();
   void move_plan();
@@ -45,7 +48,8 @@ class Session {
   Place place_;
   void* stream_;
   std::unique_lock<std::mutex> lock_;
-  std::optional<OnDevice> on_device_;
+  // Torch's own: to go back to a device that nobody has used yet, it makes no context there.
+  std::optional<torch::stable::accelerator::DeviceGuard> on_device_;
   Setting setting_;
   std::unique_ptr<Plan> own_;  // of this call alone
   Plan* plan_ = nullptr;

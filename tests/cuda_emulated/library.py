@@ -52,6 +52,10 @@ class Device:
     def set(self, name: str, value: int) -> None:
         self._library.cuda_on_cpu_set(name.encode(), value)
 
+    def measure_on(self, stream: int, grads: list[torch.Tensor]) -> tuple[torch.Tensor, int]:
+        table, refused = self._namespace.measure(grads, 2.0, None, stream)
+        return table, int(refused)
+
     def last_error(self) -> int:
         """What cudaPeekAtLastError returns on this thread."""
         return int(self._library.cuda_on_cpu_last_error())

@@ -216,6 +216,15 @@ def test_what_is_refused_is_left_alone(device: Device) -> None:
             assert device.operators.served(grads) == [True, True, False]
 
 
+def test_no_plan_is_kept_for_the_streams_of_all_threads(device: Device) -> None:
+    grads = [torch.full((2024,), 2.0), torch.ones(7)]
+    for stream, launches in ((2, 2), (2, 2), (1, 2), (1, 1)):  # with the tables, or without
+        before = device.launches()
+        table, refused = device.measure_on(stream, grads)
+        assert (table[:, 0].tolist(), refused) == ([8096, 7], -1)
+        assert device.launches() - before == launches
+
+
 @pytest.mark.parametrize("error", [720, 801], ids=["too-large", "not-supported"])
 def test_two_launches_where_a_cooperative_one_finds_no_room(
     error: int, device: Device, cuda: Backend
