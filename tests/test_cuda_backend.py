@@ -184,9 +184,7 @@ def test_cuda_that_does_not_start(
         raise RuntimeError("Cannot re-initialize CUDA")
 
     monkeypatch.setattr(torch.cuda, "get_device_capability", fails)
-    said = (
-        "not built ahead, and CUDA does not start: Cannot re-initialize CUDA"
-    )
+    said = "not built ahead, and CUDA does not start: Cannot re-initialize CUDA"
     assert reason() == said
     backends._found.cache_clear()
     assert backends.available()["cuda"] == said
