@@ -56,7 +56,7 @@ class Step(NamedTuple):
     def at_once(self) -> bool:
         """Whether the fused form does it all: one threshold, and nothing else to ask."""
         return (
-            isinstance(self.settings.rule, MaxNorm)
+            type(self.settings.rule) is MaxNorm  # not a subclass, which may decide otherwise
             and len(self.listed.grads) > 0
             and self.settings.policy in ("skip", "propagate")
             and self.loss_scale.alone
@@ -70,7 +70,7 @@ class Step(NamedTuple):
     def clip_at_once_(self) -> "Decided":
         """Measure and rescale in the fused form."""
         rule, p, _ = self.settings
-        assert isinstance(rule, MaxNorm)
+        assert type(rule) is MaxNorm
         limit = rule.limit(self.number)
         found, table, total, coef = passes.active().clip_measured_(
             self.listed, p, limit, self.loss_scale.inv_scale, self._leaves
@@ -84,8 +84,9 @@ class Step(NamedTuple):
     def decide(self, dry: bool = False) -> "Decided":
         """Measure and decide. What the policy writes is written, unless `dry`."""
         rule, p, chosen = self.settings
-        if isinstance(rule, MaxNorm):  # asked first: a schedule may give what is no threshold
-            rule = MaxNorm(rule.limit(self.number))
+        limit: float | Tensor | None = None
+        if type(rule) is MaxNorm:  # asked first: a schedule may give what is no threshold
+            limit = rule.limit(self.number)
         found, table = self.measure(self.listed, self.loss_scale.inv_scale)
         bad = tables.found_nonfinite(table)
         elsewhere = self.loss_scale.found_elsewhere(bad.device)
@@ -102,7 +103,11 @@ class Step(NamedTuple):
         total = tables.total_norm(table, p)
         if found.names:
             state = self.rows(found.names, table.device)
-            decision = self._ask(rule, found, table, total, state)
+            if limit is None:
+                decision = self._ask(found, table, total, state)
+            else:  # what MaxNorm decides, without what other rules want to know
+                threshold = tables.limit(limit, total.device)
+                decision = Decision(tables.coefficient(total, limit), threshold, state)
             if self._leaves:
                 decision = decision.unless(bad, state)
         else:
@@ -110,9 +115,7 @@ class Step(NamedTuple):
         dtype = tables.result_dtype(found.tensors)
         return Decided(self.settings, self.loss_scale, found, table, dtype, total, decision, bad)
 
-    def _ask(
-        self, rule: Rule, found: Gradients, table: Tensor, total: Tensor, state: State
-    ) -> Decision:
+    def _ask(self, found: Gradients, table: Tensor, total: Tensor, state: State) -> Decision:
         measured = Measured(
             total,
             tables.norms(table, self.settings.p),
@@ -122,7 +125,7 @@ class Step(NamedTuple):
             self.loss_scale.inv_scale,
         )
         try:
-            return rule.decide(measured, state)
+            return self.settings.rule.decide(measured, state)
         except UnsuitableGradient as error:
             name = found.names[error.row]
             raise TypeError(f"{self.listed.called(name)} {error.reason}") from None

@@ -83,7 +83,9 @@ def coefficient(total: Tensor, max_norm: float | Tensor) -> Tensor:
     """
     threshold = limit(max_norm, total.device)
     coef = (threshold / (total + EPS)).clamp(max=1.0)  # clamp keeps NaN
-    return coef.masked_fill(threshold == math.inf, 1.0)
+    if isinstance(max_norm, Tensor):
+        return coef.masked_fill(threshold == math.inf, 1.0)
+    return torch.ones_like(coef) if max_norm == math.inf else coef
 
 
 def limit(max_norm: float | Tensor, device: torch.device) -> Tensor:

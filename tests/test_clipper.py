@@ -137,6 +137,22 @@ def test_large_finite_gradients_are_clipped(rule: Any, policy: Any) -> None:
     assert params[0].grad.tolist() == pytest.approx([0.25] * 16, rel=1e-4)
 
 
+class Half(rules.MaxNorm):
+    """Twice as strict as it says."""
+
+    def decide(self, measured: rules.Measured, state: rules.State) -> rules.Decision:
+        coef, threshold, *_ = super().decide(measured, state)
+        return rules.Decision(coef / 2, threshold / 2, state)
+
+
+def test_a_rule_derived_from_another_is_asked_itself() -> None:
+    params = parameters(floats(3.0, 4.0))
+    stats = GradClipper(params, rule=Half(1.0)).clip_()
+    assert stats.threshold.item() == 0.5
+    assert params[0].grad is not None
+    assert params[0].grad.tolist() == pytest.approx([0.3, 0.4])
+
+
 def sharing() -> list[Tensor]:
     """The first two have one gradient, the third none."""
     params = parameters(torch.full((2, 2), 10.0), torch.zeros(2, 2), None, torch.full((2, 2), 20.0))
