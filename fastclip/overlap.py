@@ -40,8 +40,8 @@ from fastclip import table as tables
 from fastclip.backends import Backend
 from fastclip.gradients import Gradients, Listed, Row
 
-# Bytes from which on a gradient is worth a hook. On a CPU (Zen 4) the hook, its record and the check
-# cost 30 us beside the read itself, in which time memory hands over half a MiB.
+# Bytes from which on a gradient is worth a hook. On a CPU (Zen 4) hook, record and check cost 30 us
+# beside the read itself, in which time memory hands over half a MiB.
 LEAST = {"cpu": 1 << 20}
 LEAST_ELSEWHERE = 1 << 20
 SAMPLES = 16
