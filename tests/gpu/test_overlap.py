@@ -7,6 +7,10 @@ from torch import nn
 from fastclip import gradients, passes
 from fastclip.overlap import Overlap
 
+pytestmark = pytest.mark.skipif(
+    not torch.cuda.is_available(), reason="torch.cuda.is_available() is false: no GPU here"
+)
+
 
 def _model(width: int = 600) -> nn.Sequential:
     layers = (nn.Linear(width, width) for _ in range(4))
