@@ -1,28 +1,37 @@
-"""Builds the C++ library ahead where torch and a compiler are; elsewhere makes a pure wheel.
+"""Builds the libraries ahead where torch and the compilers are; elsewhere makes a pure wheel.
 
-FASTCLIP_BUILD=1 turns what stands in the way into an error; FASTCLIP_BUILD=0 never builds ahead.
+FASTCLIP_BUILD=1 turns what stands in the way of the C++ library into an error, FASTCLIP_BUILD=0
+never builds anything ahead. FASTCLIP_BUILD_CUDA says the same of the CUDA library alone,
+which without it is left out, with a note, if nvcc fails.
 """
 
+import importlib
 import importlib.metadata
 import importlib.util
 import os
+import sys
 import sysconfig
 from pathlib import Path
+from types import ModuleType
 
 from setuptools import Extension, find_packages, setup
+from setuptools.command.build import build
 from setuptools.command.build_ext import build_ext
 
 # By path: the environment may hold another version of fastclip.
-BUILD_FILE = Path(__file__).parent / "fastclip/_build.py"
-SPEC = importlib.util.spec_from_file_location("_build", BUILD_FILE)
-BUILD = importlib.util.module_from_spec(SPEC)
-SPEC.loader.exec_module(BUILD)
+HERE = ModuleType("fastclip_here")
+HERE.__path__ = [str(Path(__file__).parent / "fastclip")]
+sys.modules[HERE.__name__] = HERE
+BUILD = importlib.import_module("fastclip_here._build")
+BUILD_CUDA = importlib.import_module("fastclip_here._build_cuda")
 # Found, not imported: the build needs torch's headers and libraries alone.
 TORCH = importlib.util.find_spec("torch")
 
+CPU, CUDA = "FASTCLIP_BUILD", "FASTCLIP_BUILD_CUDA"
+
 
 def obstacle() -> str | None:
-    """Why the library cannot be built ahead here, or None."""
+    """Why no library can be built ahead here, or None."""
     if TORCH is None or TORCH.origin is None:
         return "there is no torch in the build environment (see pip's --no-build-isolation)"
     version = importlib.metadata.version("torch")
@@ -33,28 +42,77 @@ def obstacle() -> str | None:
     return BUILD.missing_compiler()
 
 
-def build_ahead() -> bool:
-    choice = os.environ.get("FASTCLIP_BUILD", "")
+def left_out(variable: str, missing: str | None, wanted: bool = True) -> str | None:
+    """Why a library is not built ahead, or None if it is; an error if the variable demands it."""
+    choice = os.environ.get(variable, "")
     if choice not in ("", "0", "1"):
-        raise SystemExit(f"error: FASTCLIP_BUILD={choice} is neither 0 nor 1")
-    reason = "it is not wanted" if choice == "0" else obstacle()
-    if choice == "1" and reason:
-        raise SystemExit(f"error: FASTCLIP_BUILD=1, but {reason}")
-    return reason is None
+        raise SystemExit(f"error: {variable}={choice} is neither 0 nor 1")
+    if choice == "0":
+        return f"{variable}=0"
+    if choice == "1" and missing:
+        raise SystemExit(f"error: {variable}=1, but {missing}")
+    return missing or (None if wanted or choice == "1" else f"{CPU}=0")
+
+
+NOT_BUILT = {
+    "_C": left_out(CPU, obstacle()),
+    "_C_cuda": left_out(
+        CUDA,
+        None if os.environ.get(CUDA) == "0" else obstacle() or BUILD_CUDA.obstacle(),
+        wanted=os.environ.get(CPU) != "0",
+    ),
+}
+
+
+class Build(build):
+    def run(self) -> None:
+        for name, reason in NOT_BUILT.items():
+            if reason:
+                print(f"fastclip: {name} is not built ahead: {reason}")
+        super().run()
 
 
 class BuildLibrary(build_ext):
     def build_extension(self, ext: Extension) -> None:
+        target = Path(self.get_ext_fullpath(ext.name))
+        torch_dir = Path(TORCH.origin).parent
+        cuda = ext.name.endswith("_cuda")
         try:
-            BUILD.build(Path(self.get_ext_fullpath(ext.name)), torch_dir=Path(TORCH.origin).parent)
+            if cuda:
+                built = self.build_cuda(target, torch_dir)
+            else:
+                BUILD.build(target, torch_dir=torch_dir)
+                built = "for CPUs"
         except BUILD.BuildError as error:
-            raise SystemExit(f"error: {error}\n(FASTCLIP_BUILD=0 installs without it)") from None
+            if ext.optional:
+                print(f"fastclip: {ext.name.split('.')[-1]} is not built ahead: {error}")
+                return
+            way_out = f"({CUDA if cuda else CPU}=0 installs without it)"
+            raise SystemExit(f"error: {error}\n{way_out}") from None
+        print(f"fastclip: {target.name} is built ahead, {built}")
+
+    def build_cuda(self, target: Path, torch_dir: Path) -> str:
+        archs, unknown = BUILD_CUDA.chosen()
+        BUILD_CUDA.build(target, archs, torch_dir=torch_dir)
+        built = f"for compute capability {BUILD_CUDA.render(archs)} by nvcc {BUILD_CUDA.version()}"
+        if unknown:
+            built += f", which does not know {BUILD_CUDA.render(unknown)}"
+        return built
 
 
 setup(
     packages=[*find_packages(include=["fastclip", "fastclip.*"]), "fastclip.csrc"],
     package_dir={"fastclip.csrc": "csrc"},
-    ext_modules=[Extension("fastclip._C", [], py_limited_api=True)] if build_ahead() else [],
-    cmdclass={"build_ext": BuildLibrary},
+    ext_modules=[
+        Extension(
+            f"fastclip.{name}",
+            [],
+            py_limited_api=True,
+            optional=name == "_C_cuda" and os.environ.get(CUDA) != "1",
+        )
+        for name, reason in NOT_BUILT.items()
+        if not reason
+    ],
+    cmdclass={"build": Build, "build_ext": BuildLibrary},
     options={"bdist_wheel": {"py_limited_api": "cp310"}},
 )

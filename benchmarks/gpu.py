@@ -1,6 +1,7 @@
-"""The Triton backend on a GPU against torch, apex and TransformerEngine, where importable.
+"""The backends for GPUs against torch, apex and TransformerEngine, where importable.
 
-    python -m benchmarks.gpu                     # about five minutes; needs torch, triton, numpy
+    python -m benchmarks.gpu                     # five to eight minutes; needs torch, numpy and
+                                                 # what the backends need: triton, nvcc
     python -m benchmarks.gpu --csv benchmarks/results/NAME.csv
 
 Without a GPU it says so and ends. A row: microseconds on the device between two events around the
@@ -10,6 +11,8 @@ share of the card's own copy rate (1 GiB, `copy_`), all medians of interleaved r
 
 import argparse
 import csv
+import importlib
+import importlib.metadata
 import importlib.util
 import statistics
 import sys
@@ -24,7 +27,9 @@ from torch import Tensor
 
 from benchmarks.machine import describe
 from benchmarks.workloads import gpt2_small
+from fastclip import backends
 
+BACKENDS = ("triton", "cuda")
 SECONDS = 420  # then no further row is begun
 ROUNDS = 30
 LARGE: list[tuple[int, ...]] = [(4096, 4096)] * 60  # 1.007 G elements
@@ -63,15 +68,11 @@ Call = Callable[[list[Tensor], float], object]
 
 
 def competitors(work: Work) -> dict[str, Call]:
-    from fastclip.backends import triton as backend
-
-    inverse = torch.full((), 1.0, device="cuda")
-    found: dict[str, Call] = {}
-    if work.unscale:
-        found["fastclip"] = lambda grads, norm: backend.clip_(grads, 2.0, norm, inverse)
+    inverse = torch.full((), 1.0, device="cuda") if work.unscale else None
+    found = {f"fastclip-{name}": _fastclip(name, inverse) for name in usable()}
+    if inverse is not None:
         found["torch"] = lambda grads, norm: _torch_amp(grads, norm, inverse)
         return found
-    found["fastclip"] = lambda grads, norm: backend.quick_clip_(grads, 2.0, norm)
     found["torch"] = _torch_foreach
     if importlib.util.find_spec("amp_C"):
         found["apex"] = _multi_tensor("amp_C", "apex.multi_tensor_apply")
@@ -80,6 +81,17 @@ def competitors(work: Work) -> dict[str, Call]:
             "transformer_engine_torch", "transformer_engine.pytorch.optimizers"
         )
     return found
+
+
+def usable() -> list[str]:
+    reasons = backends.available()
+    return [name for name in BACKENDS if reasons[name] is None]
+
+
+def _fastclip(name: str, inverse: Tensor | None) -> Call:
+    clip = backends.get(name).quick_clip_
+    assert clip, name
+    return lambda grads, norm: clip(grads, 2.0, norm, inverse)
 
 
 def _torch_foreach(grads: list[Tensor], norm: float) -> Tensor:
@@ -175,12 +187,15 @@ def measure(work: Work, rate: float) -> list[dict[str, Any]]:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description="The Triton backend on a GPU.")
+    parser = argparse.ArgumentParser(description="The backends for GPUs.")
     parser.add_argument("--csv", type=Path)
     arguments = parser.parse_args()
     if not torch.cuda.is_available():
         print("benchmarks.gpu: skipped, torch finds no CUDA device here")
         return 0
+    for name in BACKENDS:
+        if reason := backends.available()[name]:
+            print(f"fastclip-{name}: left out, {reason}")
     begin = time.monotonic()
     rate = copy_rate()
     card = torch.cuda.get_device_name()
@@ -202,15 +217,18 @@ def main() -> int:
     return 0
 
 
-def _write(path: Path, rows: list[dict[str, Any]], card: str, rate: float) -> None:
-    import triton
+def _version(package: str) -> str:
+    found = importlib.util.find_spec(package)
+    return importlib.metadata.version(package) if found else ""
 
+
+def _write(path: Path, rows: list[dict[str, Any]], card: str, rate: float) -> None:
     about = describe()
     facts = {
         "card": card,
         "copy_gbs": round(rate / 1e9, 1),
         "torch": str(torch.__version__),
-        "triton": triton.__version__,
+        "triton": _version("triton"),
         "date": about.date,
         "commit": about.commit,
     }

@@ -2,53 +2,18 @@
 // whole or not at all: `refused` is the position of the first tensor that the kernels cannot take
 // as it is, -1 if there is none; when one is refused nothing has been touched and the tensors
 // returned are empty.
-#include <torch/csrc/stable/library.h>
-#include <torch/csrc/stable/tensor.h>
-#include <torch/headeronly/util/Exception.h>
-
 #include <algorithm>
 #include <optional>
 #include <string>
 #include <tuple>
 
-#include "cpu/inputs.h"
+#include "cpu/kernels.h"
+#include "cpu/passes.h"
+#include "inputs.h"
+#include "tensors.h"
 
 namespace fastclip {
 namespace {
-
-using torch::stable::Tensor;
-using torch::stable::detail::from;
-using torch::stable::detail::to;
-
-Norm norm_of(double p) {
-  if (p == 2) return Norm::kSquares;
-  if (p == 1) return Norm::kSum;
-  if (p == 0) return Norm::kCount;
-  STD_TORCH_CHECK(p == HUGE_VAL, "the kernels know the norm orders 0, 1, 2 and inf, got ", p);
-  return Norm::kMax;
-}
-
-Tensor empty(std::initializer_list<int64_t> sizes, int32_t dtype) {
-  // At most two dimensions here, contiguous.
-  const int64_t strides[2] = {sizes.size() == 2 ? sizes.begin()[1] : 1, 1};
-  AtenTensorHandle handle;
-  STABLE_TORCH_ERROR_CODE_CHECK(aoti_torch_empty_strided(int64_t(sizes.size()), sizes.begin(),
-                                                         strides, dtype,
-                                                         aoti_torch_device_type_cpu(), 0, &handle));
-  return Tensor(handle);
-}
-
-Tensor empty_table(int64_t rows) { return empty({rows, kColumns}, aoti_torch_dtype_float64()); }
-
-Tensor scalar(double value, bool wide) {
-  Tensor out = empty({}, wide ? aoti_torch_dtype_float64() : aoti_torch_dtype_float32());
-  if (wide) {
-    *static_cast<double*>(out.mutable_data_ptr()) = value;
-  } else {
-    *static_cast<float*>(out.mutable_data_ptr()) = float(value);
-  }
-  return out;
-}
 
 void run_parallel(int workers, void (*fn)(void*), void* ctx) {
   struct Call {
@@ -67,12 +32,18 @@ cpu::Threads threads() {
   return {int(count), run_parallel};
 }
 
+Accepted accepted() { return {aoti_torch_device_type_cpu(), -1, true}; }
+
+Inputs collect(const TensorList& grads, bool writable) {
+  Inputs inputs = collect(grads, writable, accepted());
+  refuse_repeated(inputs);
+  return inputs;
+}
+
 // Doubles that the host can read.
 const double* doubles(const Tensor& values, const char* name) {
-  int32_t dtype;
-  STABLE_TORCH_ERROR_CODE_CHECK(aoti_torch_get_dtype(values.get(), &dtype));
-  STD_TORCH_CHECK(dtype == aoti_torch_dtype_float64() && values.is_contiguous() && values.is_cpu(),
-                  name, " must be contiguous, float64 and on the CPU");
+  STD_TORCH_CHECK(is_contiguous_double(values) && values.is_cpu(), name,
+                  " must be contiguous, float64 and on the CPU");
   return static_cast<const double*>(values.const_data_ptr());
 }
 
@@ -83,7 +54,7 @@ double number(StableIValue value, const char* name, double absent) {
   return *doubles(*tensor, name);
 }
 
-Tensor measured(const cpu::Pieces& pieces, Norm norm, double inv_scale, Row*& rows) {
+Tensor measured(const Pieces& pieces, Norm norm, double inv_scale, Row*& rows) {
   Tensor table = empty_table(int64_t(pieces.list.size()));
   static_assert(sizeof(Row) == kColumns * sizeof(double), "a Row is a row of the table");
   rows = static_cast<Row*>(table.mutable_data_ptr());
@@ -91,6 +62,12 @@ Tensor measured(const cpu::Pieces& pieces, Norm norm, double inv_scale, Row*& ro
   if (inv_scale != 1)
     for (size_t i = 0; i < pieces.list.size(); ++i) unscale(rows[i], inv_scale, norm);
   return table;
+}
+
+double total_norm(const Row* rows, int64_t n, Norm norm) {
+  double power = 0;
+  for (int64_t i = 0; i < n; ++i) power = combine_power(power, rows[i].power, norm);
+  return total_norm(power, norm);
 }
 
 bool all_finite(const Row* rows, int64_t n) {
@@ -101,10 +78,10 @@ bool all_finite(const Row* rows, int64_t n) {
 
 // measure(Tensor[] grads, float p, Tensor? inv_scale) -> (Tensor table, int refused)
 void measure(StableIValue* stack, uint64_t, uint64_t) {
-  const cpu::TensorList grads(stack[0]);
+  const TensorList grads(stack[0]);
   const Norm norm = norm_of(to<double>(stack[1]));
   const double inv_scale = number(stack[2], "inv_scale", 1);
-  const cpu::Inputs inputs = cpu::collect(grads, false);
+  const Inputs inputs = collect(grads, false);
   Row* rows;
   const bool served = inputs.refused < 0;
   stack[0] = from(served ? measured(inputs.pieces, norm, inv_scale, rows) : empty_table(0));
@@ -113,13 +90,13 @@ void measure(StableIValue* stack, uint64_t, uint64_t) {
 
 // scale_(Tensor(a!)[] grads, Tensor coef) -> (int refused, bool written); coef: 0-d or [n]
 void scale_(StableIValue* stack, uint64_t, uint64_t) {
-  const cpu::TensorList grads(stack[0]);
+  const TensorList grads(stack[0]);
   const Tensor coef = to<Tensor>(stack[1]);
   const double* coefs = doubles(coef, "coef");
   const int64_t n = coef.numel();
   STD_TORCH_CHECK(n == 1 || n == grads.size(), "coef has ", n, " elements for ", grads.size(),
                   " gradients");
-  const cpu::Inputs inputs = cpu::collect(grads, true);
+  const Inputs inputs = collect(grads, true);
   if (inputs.refused < 0) cpu::scale(inputs.pieces, coefs, n == 1 ? 0 : 1, threads());
   stack[0] = from(inputs.refused);
   stack[1] = from(inputs.refused < 0 &&
@@ -130,37 +107,35 @@ void scale_(StableIValue* stack, uint64_t, uint64_t) {
 //   -> (Tensor table, Tensor total_norm, Tensor coef, int refused, bool written)
 // `limit` goes before max_norm. `skip`: with an element that is not finite nothing is written.
 void clip_(StableIValue* stack, uint64_t, uint64_t) {
-  const cpu::TensorList grads(stack[0]);
+  const TensorList grads(stack[0]);
   const Norm norm = norm_of(to<double>(stack[1]));
   const double max_norm = number(stack[3], "limit", to<double>(stack[2]));
   const double inv_scale = number(stack[4], "inv_scale", 1);
   const bool skip = to<bool>(stack[5]);
-  const cpu::Inputs inputs = cpu::collect(grads, true);
+  const Inputs inputs = collect(grads, true);
   const int64_t n = inputs.refused < 0 ? grads.size() : 0;
   Tensor table = empty_table(0);
-  double total = 0, coef = 1, factor = 1;
+  double total = 0;
+  Factors by = {1, 1};
   if (inputs.refused < 0) {
     Row* rows;
     table = measured(inputs.pieces, norm, inv_scale, rows);
     total = total_norm(rows, n, norm);
-    if (!skip || all_finite(rows, n)) {
-      coef = coefficient(total, max_norm);
-      factor = coef * inv_scale;
-    }
-    if (factor != 1) cpu::scale(inputs.pieces, &factor, 0, threads());
+    by = factors(total, max_norm, inv_scale, skip && !all_finite(rows, n));
+    if (by.factor != 1) cpu::scale(inputs.pieces, &by.factor, 0, threads());
   }
   stack[0] = from(table);
   stack[1] = from(scalar(total, inputs.wide));
-  stack[2] = from(scalar(coef, true));
+  stack[2] = from(scalar(by.coef, true));
   stack[3] = from(inputs.refused);
-  stack[4] = from(factor != 1);
+  stack[4] = from(by.factor != 1);
 }
 
 // served(Tensor[] grads) -> Tensor: uint8 [n]
 void served(StableIValue* stack, uint64_t, uint64_t) {
-  const cpu::TensorList grads(stack[0]);
+  const TensorList grads(stack[0]);
   const Tensor mask = empty({grads.size()}, aoti_torch_dtype_uint8());
-  cpu::served(grads, static_cast<uint8_t*>(mask.mutable_data_ptr()));
+  mark_served(grads, accepted(), static_cast<uint8_t*>(mask.mutable_data_ptr()));
   stack[0] = from(mask);
 }
 
@@ -170,7 +145,9 @@ std::string simd(std::string level) {
   return cpu::kernels().name;
 }
 
-std::string source_hash() { return FASTCLIP_SOURCE_HASH; }
+// An array, which is in the file in one piece: it is looked for there without loading the library.
+__attribute__((used)) constexpr char kSourceHash[] = FASTCLIP_SOURCE_HASH;
+std::string source_hash() { return kSourceHash; }
 
 }  // namespace
 }  // namespace fastclip

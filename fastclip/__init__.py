@@ -10,6 +10,7 @@ TYPE_CHECKING = False
 
 if TYPE_CHECKING:
     from fastclip import backends as backends
+    from fastclip import monitor as monitor
     from fastclip import rules as rules
     from fastclip.backends import backend as backend
     from fastclip.clipper import GradClipper as GradClipper
@@ -18,6 +19,7 @@ if TYPE_CHECKING:
     from fastclip.functional import clip_grads_with_norm_ as clip_grads_with_norm_
     from fastclip.functional import get_total_norm as get_total_norm
     from fastclip.functional import grad_stats as grad_stats
+    from fastclip.order import order_guard as order_guard
     from fastclip.stats import GradStats as GradStats
     from fastclip.stats import LayerStats as LayerStats
 
@@ -35,10 +37,12 @@ __all__ = [
     "clip_grads_with_norm_",
     "get_total_norm",
     "grad_stats",
+    "monitor",
+    "order_guard",
     "rules",
 ]
 
-_MODULES = frozenset({"backends", "rules"})
+_MODULES = frozenset({"backends", "monitor", "rules"})
 
 _HOME = {
     "GradClipper": "clipper",
@@ -50,6 +54,7 @@ _HOME = {
     "clip_grads_with_norm_": "functional",
     "get_total_norm": "functional",
     "grad_stats": "functional",
+    "order_guard": "order",
 }
 
 

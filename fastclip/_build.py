@@ -1,6 +1,7 @@
 """How csrc becomes a library, described once: for setup.py (built ahead) and first use (cached).
 
-Standard library only: setup.py loads this file by path, before fastclip or torch can be imported.
+Here: what every library needs, and the one for CPUs; `_build_cuda` has the one for GPUs. Standard
+library only: setup.py loads both files by path, before fastclip or torch can be imported.
 """
 
 import hashlib
@@ -13,7 +14,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -51,13 +52,19 @@ def source_dir() -> Path | None:
 
 
 def sources(csrc: Path) -> list[Path]:
-    return [csrc / "ops.cpp", *sorted((csrc / "cpu").glob("*.cpp"))]
+    return [*sorted(csrc.glob("*.cpp")), *sorted((csrc / "cpu").glob("*.cpp"))]
 
 
 def source_hash(csrc: Path) -> str:
     """Names the sources and the flags; compiled into the library as FASTCLIP_SOURCE_HASH."""
-    digest = hashlib.sha256(repr((FLAGS, OPTIMIZE, sorted(X86_FLAGS.items()))).encode())
-    for path in sorted(p for p in csrc.rglob("*") if p.suffix in (".h", ".cpp")):
+    found = [*csrc.iterdir(), *(csrc / "cpu").rglob("*")]
+    own = [path for path in found if path.suffix in (".h", ".cpp")]
+    return hash_of(csrc, own, (FLAGS, OPTIMIZE, sorted(X86_FLAGS.items())))
+
+
+def hash_of(csrc: Path, files: Sequence[Path], flags: object) -> str:
+    digest = hashlib.sha256(repr(flags).encode())
+    for path in sorted(files):
         text = path.read_bytes()
         digest.update(f"{path.relative_to(csrc).as_posix()} {len(text)}\n".encode() + text)
     return digest.hexdigest()[:16]
@@ -103,36 +110,64 @@ def missing_compiler() -> str | None:
 
 
 def build(target: Path, *, torch_dir: Path, sanitize: bool = False) -> None:
-    """Compile and link csrc into `target`, which appears whole or not at all."""
-    csrc = _csrc()
-    command = _command()
+    """Compile and link the CPU's part of csrc into `target`, which appears whole or not at all."""
+    csrc = existing_source_dir()
+    command = compiler_command()
+    mode = SANITIZE if sanitize else OPTIMIZE
+    flags = [*FLAGS, *mode, *host_flags(csrc, torch_dir, source_hash(csrc))]
+    assemble(
+        target,
+        sources(csrc),
+        lambda source: [*command, *flags, *_own_flags(source.relative_to(csrc).as_posix())],
+        [*command, *_link_flags(torch_dir), *(SANITIZE if sanitize else ())],
+        _libraries(),
+    )
+
+
+def host_flags(csrc: Path, torch_dir: Path, source_hash: str) -> list[str]:
+    """What a C++ file that includes torch's headers needs beside FLAGS."""
     if not (torch_dir / "include/torch/csrc/stable/library.h").is_file():
         raise BuildError(f"{torch_dir} has no stable-ABI headers (torch 2.10 and later have them)")
-    flags = [*FLAGS, *(SANITIZE if sanitize else OPTIMIZE)]
-    flags += [f'-DFASTCLIP_SOURCE_HASH="{source_hash(csrc)}"', f"-I{csrc}"]
-    flags += ["-isystem", str(torch_dir / "include")]
+    hashed = f'-DFASTCLIP_SOURCE_HASH="{source_hash}"'
+    return [hashed, f"-I{csrc}", "-isystem", str(torch_dir / "include")]
+
+
+def assemble(
+    target: Path,
+    sources: Sequence[Path],
+    compile_command: Callable[[Path], list[str]],
+    link_command: list[str],
+    libraries: Sequence[str],
+) -> None:
+    """Compile `sources`, several at once, and link them; `target` appears whole or not at all."""
     with _scratch(target.parent) as scratch:
-        objects = [scratch / f"{number}.o" for number in range(len(sources(csrc)))]
+        objects = [str(scratch / f"{number}.o") for number in range(len(sources))]
 
-        def compile_one(source: Path, output: Path) -> None:
-            own = _own_flags(source.relative_to(csrc).as_posix())
-            _run([*command, *flags, *own, "-c", str(source), "-o", str(output)])
+        def compile_one(source: Path, output: str) -> None:
+            run([*compile_command(source), "-c", str(source), "-o", output])
 
-        with ThreadPoolExecutor(_jobs()) as pool:
-            list(pool.map(compile_one, sources(csrc), objects))  # list(): raises what a thread did
+        with ThreadPoolExecutor(jobs()) as pool:
+            list(pool.map(compile_one, sources, objects))  # list(): raises what a thread did
         library = scratch / target.name
-        link = [*command, *_link_flags(torch_dir), *(SANITIZE if sanitize else ())]
-        _run([*link, "-o", str(library), *map(str, objects), *_libraries()])
+        run([*link_command, "-o", str(library), *objects, *libraries])
         if not library.is_file():
-            raise BuildError(f"{command[0]} made no library and reported no error")
+            raise BuildError(f"{link_command[0]} made no library and reported no error")
         library.replace(target)
 
 
 def cached_library(torch_version: str, torch_dir: Path) -> Path:
     """The library for this torch, machine, compiler and csrc; built if the cache lacks it."""
+    csrc = existing_source_dir()
+    return cached(
+        f"torch-{torch_version}-{platform.machine()}-{source_hash(csrc)}-{compiler_hash()}",
+        f"the C++ kernels once for torch {torch_version} (a few seconds)",
+        lambda target: build(target, torch_dir=torch_dir),
+    )
+
+
+def cached(key: str, what: str, build_it: Callable[[Path], None]) -> Path:
+    """The library of that name in the cache; built, with one line that says `what`, if missing."""
     asked = time.time()
-    csrc = _csrc()
-    key = f"torch-{torch_version}-{platform.machine()}-{source_hash(csrc)}-{_compiler_hash()}"
     folder = cache_dir()
     found = _intact(folder, key)
     if found is not None:
@@ -142,14 +177,10 @@ def cached_library(torch_version: str, torch_dir: Path) -> Path:
         if found is not None:
             return found
         with _failure_shared(folder / f"{key}.failed", asked):
-            logging.getLogger("fastclip").warning(
-                "fastclip: compiling the C++ kernels once for torch %s (a few seconds), into %s",
-                torch_version,
-                folder,
-            )
+            logging.getLogger("fastclip").warning("fastclip: compiling %s, into %s", what, folder)
             with _scratch(folder) as scratch:
                 library = scratch / "library"
-                build(library, torch_dir=torch_dir)
+                build_it(library)
                 final = folder / f"{key}-{_content_hash(library)}.so"
                 library.replace(final)
     return final
@@ -167,24 +198,24 @@ def cache_dir() -> Path:
         raise BuildError("there is no home folder for the cache; set FASTCLIP_CACHE") from error
 
 
-def _csrc() -> Path:
+def existing_source_dir() -> Path:
     csrc = source_dir()
     if csrc is None:
         raise BuildError(f"there are no C++ sources beside {Path(__file__).resolve().parent}")
     return csrc
 
 
-def _command() -> list[str]:
+def compiler_command() -> list[str]:
     reason = missing_compiler()
     if reason:
         raise BuildError(reason)
     return _words(compiler() or "")
 
 
-def _compiler_hash() -> str:
+def compiler_hash() -> str:
     """Names the compiler: its command line and what it says of its version."""
-    command = _command()
-    text = _run([*command, "--version"])
+    command = compiler_command()
+    text = run([*command, "--version"])
     return hashlib.sha256(f"{command} {text}".encode()).hexdigest()[:8]
 
 
@@ -204,7 +235,7 @@ def _libraries() -> list[str]:
     return [] if sys.platform == "darwin" else ["-ltorch_cpu"]
 
 
-def _jobs() -> int:
+def jobs() -> int:
     text = os.environ.get("MAX_JOBS", "")
     if not text:
         return os.cpu_count() or 1
@@ -213,7 +244,7 @@ def _jobs() -> int:
     return int(text)
 
 
-def _run(command: list[str]) -> str:
+def run(command: list[str]) -> str:
     """Run a compiler; its output, or BuildError with the last lines of it."""
     try:
         done = subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
@@ -223,7 +254,8 @@ def _run(command: list[str]) -> str:
     if done.returncode != 0:
         lines = output.strip().splitlines()[-MESSAGE_LINES:]
         shown = "\n  ".join(lines) or "no output"
-        what = next((word for word in command if word.endswith(".cpp")), "the library")
+        otherwise = "the library" if "-o" in command else command[-1]  # such as --version
+        what = next((word for word in command if word.endswith((".cpp", ".cu"))), otherwise)
         raise BuildError(f"{command[0]} failed on {what} (exit {done.returncode}):\n  {shown}")
     return output
 
@@ -252,7 +284,7 @@ def _scratch(folder: Path) -> Iterator[Path]:
 @contextmanager
 def _locked(folder: Path, key: str) -> Iterator[None]:
     """One process at a time; the lock goes when the process does, however it ends."""
-    import fcntl  # not on Windows, where _command() has refused before
+    import fcntl  # not on Windows, where compiler_command() has refused before
 
     with _using(folder):
         folder.mkdir(parents=True, exist_ok=True)

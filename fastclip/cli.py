@@ -10,7 +10,7 @@ import importlib
 import os
 import sys
 from collections.abc import Sequence
-from typing import NoReturn
+from typing import Any, NoReturn
 
 from fastclip import __version__
 from fastclip.commands import InputError
@@ -19,6 +19,26 @@ COMMANDS = {
     "demo": "one bad batch: a loss spike in half precision, and a real model, saved by clipping",
     "doctor": "what fastclip finds on this machine: versions, backends, and why each was chosen",
     "check": "every available backend against the float64 reference",
+    "replay": "the log of a run through the default detectors: what happened, and when it began",
+    "calibrate": "a clipping threshold from the log of a healthy run",
+}
+
+LOG: tuple[str, dict[str, Any]] = ("log", {"metavar": "LOG", "help": "a log in JSONL"})
+# Beside --json: the arguments of the command's run().
+ARGUMENTS: dict[str, list[tuple[str, dict[str, Any]]]] = {
+    "replay": [LOG],
+    "calibrate": [
+        LOG,
+        (
+            "--clip-rate",
+            {
+                "type": float,
+                "default": 0.01,
+                "metavar": "R",
+                "help": "the share of steps to clip (default: %(default)s)",
+            },
+        ),
+    ],
 }
 
 
@@ -42,16 +62,19 @@ def _parser() -> argparse.ArgumentParser:
         command.add_argument(
             "--json", action="store_true", help="print one JSON document on stdout"
         )
+        for flag, settings in ARGUMENTS.get(name, []):
+            command.add_argument(flag, **settings)
     return parser
 
 
 def _run(argv: Sequence[str] | None) -> int:
     parser = _parser()
-    options = parser.parse_args(argv)
-    if options.command is None:
+    options = vars(parser.parse_args(argv))
+    name = options.pop("command")
+    if name is None:
         parser.error(f"name a command ({', '.join(COMMANDS)})")
-    command = importlib.import_module(f"fastclip.commands.{options.command}")
-    status: int = command.run(json=options.json)
+    command = importlib.import_module(f"fastclip.commands.{name}")
+    status: int = command.run(**options)
     sys.stdout.flush()  # here, so that a closed pipe is met inside main()
     return status
 

@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.amp import GradScaler
 from torch.optim import Optimizer
 
-from fastclip import folding, passes, stepping
+from fastclip import folding, passes, stepping, watching
 from fastclip import table as tables
 from fastclip.functional import order
 from fastclip.gradients import Gradients, Listed, Parameters
@@ -21,7 +21,7 @@ from fastclip.memory import Counters, Remembered
 from fastclip.overlap import Overlap
 from fastclip.policy import POLICIES, SHOWN, Policy
 from fastclip.rules import MaxNorm, Rule
-from fastclip.scaling import WithoutScaler, scale_of
+from fastclip.scaling import WithoutScaler, optimizers_of, scale_of
 from fastclip.stats import GradStats
 from fastclip.step import Settings, Step
 
@@ -67,6 +67,8 @@ class GradClipper:
         overlap: measure large gradients during backward, by hooks (see `fastclip.overlap`). What
             hooks cannot vouch for is measured by the step as ever; `overlap`, None without, says
             how much that was. Pass a scaler to `clip_` or `step` rather than call ``unscale_``.
+            Not noticed are writes after backward that leave a tensor's version as it was (by
+            ``.data``, numpy, DLPack or a kernel of one's own) and touch a few elements only.
 
     Raises:
         TypeError: both `max_norm` and `rule` are given, or something is of a wrong type.
@@ -91,7 +93,8 @@ class GradClipper:
         self._settings = Settings(chosen, order(norm_type), nonfinite)
         self._counters = Counters()
         self._remembered = Remembered(chosen)
-        if chosen.per_tensor:
+        self._warned = False  # of an optimizer with other parameters
+        if chosen.per_tensor and chosen.init(0, torch.device("cpu")):
             _require_distinct(self._listing.labels())
         self.overlap = Overlap(self._settings.p) if overlap else None
         if self.overlap is not None:
@@ -103,6 +106,10 @@ class GradClipper:
         scaler: GradScaler | None = None,
     ) -> GradStats:
         """Measure the gradients and rescale them in place.
+
+        Gradients that are not finite stay as they are under ``nonfinite="skip"``, and nothing keeps
+        an optimizer from stepping with them: step it yourself only ``if not stats.skipped``, which
+        waits for the device, or call `step`, which takes several optimizers too.
 
         With a `scaler`, the loss scale of all gradients of `optimizer` (one, or several whose
         gradients have one global norm) is taken out as ``scaler.unscale_`` does; then call
@@ -117,26 +124,33 @@ class GradClipper:
                 optimizers given with a scaler; or a schedule gave a negative or NaN threshold.
         """
         loss_scale = scale_of(optimizer, scaler, self._settings.policy)
-        stats, _ = self._advance(loss_scale, None)
+        stats, _ = self._advance(loss_scale, ())
         for each in loss_scale.optimizers:  # of the scaler's steps to come
             folding.ready_to_skip(each)
         return stats
 
-    def step(self, optimizer: Optimizer, scaler: GradScaler | None = None) -> GradStats:
+    def step(
+        self, optimizer: Optimizer | Sequence[Optimizer], scaler: GradScaler | None = None
+    ) -> GradStats:
         """Clip the gradients and take the optimizer's step, or skip it.
 
         Replaces ``optimizer.step()``, or with a `scaler` ``scaler.step(optimizer)``; the call of
-        ``scaler.update()`` stays. Errors as in `clip_`.
+        ``scaler.update()`` stays. Of several optimizers all gradients have one norm and one
+        coefficient, and all step or none does. A `UserWarning`, once, says that an optimizer has
+        not one of the clipper's parameters; what else the two do not share is no error: parameters
+        outside the clipper are not clipped. Hooks of a fused optimizer see the gradients as they
+        were before the clip, which the optimizer itself applies.
+
+        Errors as in `clip_`; and a `TypeError` for an optimizer whose step needs a closure, as that
+        of LBFGS: call `clip_` inside the closure.
         """
-        if not hasattr(optimizer, "param_groups"):
-            raise TypeError(
-                f"step takes one optimizer, got {type(optimizer).__name__}; with several, clip_ "
-                "once and step each"
-            )
-        loss_scale = scale_of(optimizer, scaler, self._settings.policy)
-        stats, grad_scale = self._advance(loss_scale, optimizer)
+        optimizers = optimizers_of(optimizer)
+        for each in optimizers:
+            stepping.refuse_closure(each)
+        loss_scale = scale_of(optimizers, scaler, self._settings.policy)
+        stats, grad_scale = self._advance(loss_scale, optimizers)
         skips = loss_scale.enabled or self._settings.policy == "skip"
-        stepping.take(optimizer, loss_scale, stats.found_inf if skips else None, grad_scale)
+        stepping.take(optimizers, loss_scale, stats.found_inf if skips else None, grad_scale)
         if self.overlap is not None:
             self.overlap.forget()  # a fused optimizer writes gradients and leaves no mark
         return stats
@@ -144,6 +158,9 @@ class GradClipper:
     @torch.no_grad()
     def measure(self) -> GradStats:
         """The statistics that `clip_` would return; nothing is written, counted or remembered.
+
+        They are of the gradients as these are stored, as `clip_` without a scaler: under a loss
+        scale still multiplied by it, and so are norms that a rule compares with its thresholds.
 
         Never raises for elements that are not finite. Under ``nonfinite="zero"``, where there may
         be such elements, this works on a copy of the gradients.
@@ -176,8 +193,13 @@ class GradClipper:
         """Go on from a `state_dict`. The options of the rule stay those of this clipper.
 
         Parameters whose names are missing start afresh; a `UserWarning` lists names that are not
-        known here. Raises `ValueError`, with nothing changed, for another rule's state.
+        known here, whose state is dropped. Raises `ValueError`, with nothing changed, for another
+        rule's state and for one of which a part is damaged.
         """
+        if not isinstance(state_dict, Mapping):
+            raise ValueError(
+                f"the state of a GradClipper is a mapping, got {type(state_dict).__name__}"
+            )
         missing = [key for key in KEYS if key not in state_dict]
         if missing:
             raise ValueError(f"this is no state of a GradClipper: it has no {missing[0]!r}")
@@ -190,15 +212,28 @@ class GradClipper:
             raise ValueError(
                 f"the state is of the rule {state_dict['rule']}, and this clipper has {rule}"
             )
-        extra = self._remembered.load(state_dict["state"], self._listing.labels())
-        self._counters.load(state_dict["counters"])
+        names = state_dict["state"]
+        counters, remembered = Counters(), copy(self._remembered)
+        counters.load(state_dict["counters"])
+        extra = remembered.load(names, self._listing.labels())
+        self._counters, self._remembered = counters, remembered
         if extra:
             more = f" and {len(extra) - SHOWN} more" if len(extra) > SHOWN else ""
+            none = len(extra) == len(names)
             warnings.warn(
                 "the state has parameters that this clipper does not have: "
-                f"{', '.join(extra[:SHOWN])}{more}",
+                f"{', '.join(extra[:SHOWN])}{more}. What it says of them is dropped"
+                + ("; no name is known here, so every tensor starts afresh" if none else ""),
                 stacklevel=2,
             )
+
+    def __repr__(self) -> str:
+        rule, p, policy = self._settings
+        overlap = "" if self.overlap is None else f", overlap={self.overlap!r}"
+        return (
+            f"GradClipper({len(self._listing.read()[0])} parameters, rule={rule!r}, norm_type={p}, "
+            f"nonfinite={policy!r}{overlap})"
+        )
 
     def _step(self, loss_scale: WithoutScaler, remembered: Remembered) -> Step:
         parameters, names = self._listing.read()
@@ -231,11 +266,14 @@ class GradClipper:
 
     @torch.no_grad()
     def _advance(
-        self, loss_scale: WithoutScaler, optimizer: Optimizer | None
+        self, loss_scale: WithoutScaler, optimizers: Sequence[Optimizer]
     ) -> tuple[GradStats, Tensor | None]:
-        """One step up to the optimizer's, and what that is to divide the gradients by, if it is."""
+        """One step up to the optimizers', and what they are to divide the gradients by, if so."""
         step = self._step(loss_scale, self._remembered)
-        folds = optimizer is not None and self._folds(optimizer, step)
+        done = watching.clips(step.parameters, self._limit(), unscales=loss_scale.enabled)
+        folds = len(optimizers) > 0 and self._folds(optimizers, step)
+        if not folds and not self._warned:
+            self._warn_of_strangers(optimizers, step.parameters)
         grad_scale = None
         if not folds and step.at_once and self.overlap is None:
             decided = step.clip_at_once_()
@@ -245,6 +283,7 @@ class GradClipper:
                 grad_scale = decided.leave_(step.listed)
             else:
                 decided.write_()
+        done()
         stats = decided.stats()
         loss_scale.record(decided.bad)
         if decided.found.names:  # else the rule was not asked
@@ -252,16 +291,44 @@ class GradClipper:
         self._counters.count(stats.clipped, stats.skipped)
         return stats, grad_scale
 
-    def _folds(self, optimizer: Optimizer, step: Step) -> bool:
+    def _warn_of_strangers(
+        self, optimizers: Sequence[Optimizer], parameters: Sequence[Tensor]
+    ) -> None:
+        mine = set(map(id, parameters))
+        for optimizer in optimizers:
+            groups = [group["params"] for group in optimizer.param_groups if group["params"]]
+            if mine and groups and not any(id(each) in mine for own in groups for each in own):
+                self._warned = True
+                warnings.warn(
+                    f"{type(optimizer).__name__} has none of the clipper's parameters, so the "
+                    "gradients that it steps with are not clipped. Give the clipper the parameters "
+                    "that the optimizer has, best as the module; only for an optimizer that makes "
+                    "copies of them (master weights) is this as it should be",
+                    stacklevel=5,  # over no_grad, _advance and step
+                )
+                return
+
+    def _limit(self) -> float | Tensor | None:
+        """The threshold a guard is told; not that of a schedule, which is asked once a step."""
+        rule = self._settings.rule
+        if isinstance(rule, MaxNorm) and not callable(rule.max_norm):
+            return rule.limit(0)
+        return None
+
+    def _folds(self, optimizers: Sequence[Optimizer], step: Step) -> bool:
         return (
             len(step.listed.grads) > 0
             and not self._settings.rule.per_tensor
-            and folding.honours(optimizer)
-            and folding.covers(optimizer, step.parameters)
+            and all(map(folding.honours, optimizers))
+            and folding.covers(optimizers, step.parameters)
+            and folding.aligned(step.parameters, step.listed)
         )
 
 
 def _rule(max_norm: Any, rule: Any) -> Rule:
+    if hasattr(max_norm, "decide"):
+        kind = max_norm.__name__ if isinstance(max_norm, type) else type(max_norm).__name__
+        raise TypeError(f"max_norm must be a threshold, got the rule {kind}: pass it as rule=")
     if rule is None:
         return MaxNorm(1.0 if max_norm is None else max_norm)
     if max_norm is not None:
@@ -277,7 +344,7 @@ def _rule(max_norm: Any, rule: Any) -> Rule:
 
 
 def _require_distinct(labels: Sequence[str]) -> None:
-    """Of a rule per tensor, which keeps its state by name."""
+    """Of a rule whose state is kept by name."""
     twice = [name for name, count in Counter(labels).items() if count > 1]
     if twice:
         raise ValueError(

@@ -9,6 +9,8 @@ attributes are the contract between torch.amp.GradScaler and its optimizers.
 import inspect
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from itertools import chain
+from math import prod
 from operator import is_
 from typing import Any
 from weakref import ref
@@ -22,6 +24,8 @@ from fastclip.gradients import Gradients, Listed
 
 _ATTRIBUTES = ("grad_scale", "found_inf")
 _DECLARATION = "_step_supports_amp_scaling"
+
+_CONTIGUOUS = Tensor.is_contiguous  # by map: half the time of a loop that calls it
 
 SMALLEST = 2.0**-100  # one over it leaves a user's own grad_scale 27 binary orders of magnitude
 
@@ -46,6 +50,11 @@ def honours(optimizer: Optimizer) -> bool:
         return False
     # An older contract: such a step asks the scaler instead.
     return "grad_scaler" not in inspect.signature(step).parameters
+
+
+def is_of_torch(optimizer: Optimizer) -> bool:
+    """Whether the step that would run is of one of torch's that have a fused form."""
+    return _function(optimizer) in _OF_TORCH
 
 
 def _function(optimizer: Optimizer) -> Any:
@@ -86,12 +95,27 @@ def _is_of_torch(function: Any) -> bool:
 _OF_TORCH = frozenset(_layers(kind.step)[-1] for kind in (Adam, AdamW, SGD, Adagrad))
 
 
-def covers(optimizer: Optimizer, parameters: Sequence[Tensor]) -> bool:
-    """Whether the optimizer's gradients are those of `parameters`, no more and no fewer."""
-    own = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+def covers(optimizers: Sequence[Optimizer], parameters: Sequence[Tensor]) -> bool:
+    """Whether the optimizers' gradients together are those of `parameters`, no more and no fewer,
+    and each once: one of a parameter that is listed twice would be divided twice."""
+    groups = [group["params"] for optimizer in optimizers for group in optimizer.param_groups]
+    own = list(chain.from_iterable(groups))
     if len(own) == len(parameters) and all(map(is_, own, parameters)):
+        return len(set(map(id, own))) == len(own)
+    ids = _with_gradients(own)
+    return len(set(ids)) == len(ids) and set(ids) == set(_with_gradients(parameters))
+
+
+def aligned(parameters: Sequence[Tensor], listed: Listed) -> bool:
+    """Whether each gradient lies in memory as its parameter does, without gaps.
+
+    The fused kernels of torch for CPUs take it for granted: they go through both as through one run
+    of memory, and write all of it when they divide.
+    """
+    if all(map(_CONTIGUOUS, parameters)) and all(map(_CONTIGUOUS, listed.grads)):
         return True
-    return _with_gradients(own) == _with_gradients(parameters)
+    pairs = zip(parameters, listed.tensors, strict=True)
+    return all(grad is None or _alike(parameter, grad) for parameter, grad in pairs)
 
 
 def suits(found: Gradients, listed: Listed) -> bool:
@@ -116,8 +140,9 @@ def ready_to_skip(optimizer: Optimizer) -> bool:
     """Whether a flag that is set leaves the state as if the step had not happened.
 
     The fused SGD of torch takes a momentum buffer that it has not written yet for written after a
-    first step that the flag skipped. Zeros give the same first momentum, ``momentum * 0 + grad``,
-    unless there is dampening: then the buffer has to stay missing.
+    first step that the flag skipped, and raises TypeError where some parameters have a buffer and
+    others, whose gradients come late, have none. Zeros give the same first momentum, ``momentum * 0
+    + grad``, unless there is dampening: then the buffer has to stay missing.
     """
     if _function(optimizer) is not _layers(SGD.step)[-1]:
         return True
@@ -168,5 +193,19 @@ def handed(
             vars(optimizer).update(users)
 
 
-def _with_gradients(parameters: Sequence[Tensor]) -> set[int]:
-    return {id(parameter) for parameter in parameters if parameter.grad is not None}
+def _with_gradients(parameters: Sequence[Tensor]) -> list[int]:
+    return [id(parameter) for parameter in parameters if parameter.grad is not None]
+
+
+def _alike(a: Tensor, b: Tensor) -> bool:
+    if a.layout != torch.strided or b.layout != torch.strided:
+        return False
+    steps = _steps(a)
+    sizes = [size for _, size in sorted(steps)]
+    dense = [prod(sizes[:n]) for n in range(len(sizes))]
+    return steps == _steps(b) and dense == [stride for stride, _ in sorted(steps)]
+
+
+def _steps(x: Tensor) -> list[tuple[int, int]]:
+    """Stride and size of each dimension that is gone along."""
+    return [pair for pair in zip(x.stride(), x.shape, strict=True) if pair[1] != 1]

@@ -10,7 +10,7 @@ import math
 import torch
 from torch import Tensor
 
-from fastclip import gradients, passes
+from fastclip import gradients, passes, watching
 from fastclip import table as tables
 from fastclip.gradients import Parameters, Tensors
 from fastclip.policy import refuse
@@ -58,13 +58,17 @@ def clip_grad_norm_(
     listed = gradients.of_parameters(parameters)
     if not listed.grads:
         return torch.zeros((), device="cpu", dtype=torch.float32)
-    if not error_if_nonfinite:
-        return passes.active().clip_(listed, p, limit)
-    found, table = passes.active().measure(listed, p)
-    refuse(table, listed, found.names, p, INSTEAD)
-    total = tables.total_norm(table, p)
-    passes.active().scale_(found, tables.coefficient(total, limit))
-    return total.to(tables.result_dtype(found.tensors))
+    done = watching.clips(listed.parameters, limit)
+    if error_if_nonfinite:
+        found, table = passes.active().measure(listed, p)
+        refuse(table, listed, found.names, p, INSTEAD)
+        total = tables.total_norm(table, p)
+        passes.active().scale_(found, tables.coefficient(total, limit))
+        total = total.to(tables.result_dtype(found.tensors))
+    else:
+        total = passes.active().clip_(listed, p, limit)
+    done()
+    return total
 
 
 def get_total_norm(
@@ -110,8 +114,10 @@ def clip_grads_with_norm_(
         raise ValueError(f"total_norm must have one element, got shape {tuple(total_norm.shape)}")
     listed = gradients.of_parameters(parameters)
     if listed.grads:
+        done = watching.clips(listed.parameters, limit)
         total = total_norm.detach().to(listed.grads[0].device, torch.float64).reshape(())
         passes.active().rescale_(listed, tables.coefficient(total, limit))
+        done()
 
 
 @torch.no_grad()
@@ -135,12 +141,14 @@ def clip_grad_value_(
             raise TypeError(
                 f"{listed.called(name)} is complex ({tensor.dtype}), which has no order"
             )
+    done = watching.clips(listed.parameters, value)
     for tensor in found.tensors:
         # clamp_ refuses a finite bound that the dtype does not hold.
         bound = value if math.isinf(value) else min(value, torch.finfo(tensor.dtype).max)
         tensor.clamp_(-bound, bound)
     for gradient, coalesced in found.sparse.values():
         gradient.copy_(coalesced)
+    done()
 
 
 def grad_stats(parameters: Parameters, norm_type: float | str = 2.0) -> GradStats:

@@ -35,13 +35,17 @@ class Listed:
 
     `tensors` has a place for every entry, None where there is no gradient; `names` too, or is None
     if no entry had a name. `grads` are the gradients there are; `plain` tells whether each of them
-    is exactly a torch.Tensor and not of a subclass.
+    is exactly a torch.Tensor and not of a subclass. `parameters` are what they are the gradients
+    of, a place for every entry, where that is known.
     """
 
-    def __init__(self, tensors: list[Any], names: Sequence[str] | None) -> None:
+    def __init__(
+        self, tensors: list[Any], names: Sequence[str] | None, parameters: Sequence[Tensor] = ()
+    ) -> None:
         kinds = set(map(type, tensors))  # one call for thousands of tensors: 18 ns each
         self.tensors: list[Tensor | None] = tensors
         self.names = names
+        self.parameters = parameters
         self.grads: list[Tensor] = tensors
         if NoneType in kinds:
             self.grads = [tensor for tensor in tensors if tensor is not None]
@@ -130,7 +134,7 @@ def of_parameters(parameters: Parameters) -> Listed:
     if isinstance(parameters, nn.Module):
         parameters = parameters.named_parameters()
     entries, names = entries_of(parameters, none_allowed=False)
-    return Listed([entry.grad for entry in entries], names)
+    return Listed([entry.grad for entry in entries], names, entries)
 
 
 def of_tensors(tensors: Tensors) -> Listed:

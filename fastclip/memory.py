@@ -1,11 +1,13 @@
 """What a clipper keeps from step to step: its counters, and its rule's state by parameter name."""
 
 from collections.abc import Collection, Mapping, Sequence
+from numbers import Integral
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from fastclip.checks import LARGEST
 from fastclip.rules import Rule, State
 
 COUNTED = ("clipped", "skipped", "consecutive_skips")
@@ -16,16 +18,15 @@ class Counters:
 
     def __init__(self) -> None:
         self.steps = 0
-        self._counts = tuple(torch.zeros((), dtype=torch.int64, device="cpu") for _ in COUNTED)
+        self._counts = tuple(map(_counter, [0] * len(COUNTED)))
 
     def count(self, clipped: Tensor, skipped: Tensor) -> None:
         """Count a step of these 0-d bools."""
         if self._counts[0].device != clipped.device:
             self._counts = tuple(_sent(count, clipped.device) for count in self._counts)
         all_clipped, all_skipped, consecutive = self._counts
-        all_clipped += clipped
-        all_skipped += skipped
-        consecutive.add_(1).mul_(skipped)
+        # Not in place: tensors that were made in inference mode would not have it.
+        self._counts = (all_clipped + clipped, all_skipped + skipped, (consecutive + 1) * skipped)
         self.steps += 1
 
     def read(self) -> dict[str, Tensor]:
@@ -33,9 +34,32 @@ class Counters:
         counts = {name: count.clone() for name, count in zip(COUNTED, self._counts, strict=True)}
         return {"steps": torch.full_like(self._counts[0], self.steps)} | counts
 
-    def load(self, saved: Mapping[str, Any]) -> None:
-        self._counts = tuple(_own(saved[name]) for name in COUNTED)
-        self.steps = int(saved["steps"])
+    def load(self, saved: Any) -> None:
+        """Take what `read` gave, or the same as ints. Raises `ValueError`, with nothing changed, if
+        it is not that."""
+        if not isinstance(saved, Mapping):
+            raise ValueError(f"the counters must be a mapping, got {type(saved).__name__}")
+        steps, *counts = (_whole(saved, name) for name in ("steps", *COUNTED))
+        self.steps, self._counts = steps, tuple(map(_counter, counts))
+
+
+def _whole(saved: Mapping[str, Any], name: str) -> int:
+    """The value of a counter."""
+    if name not in saved:
+        raise ValueError(f"the counters have no {name!r}")
+    value = saved[name]
+    number = value.item() if isinstance(value, Tensor) and value.dim() == 0 else value
+    whole = isinstance(number, Integral) and not isinstance(number, bool)
+    if not whole or not 0 <= int(number) < LARGEST:
+        raise ValueError(
+            f"the counter {name!r} must be a whole number of at least 0, got {value!r:.80}"
+        )
+    return int(number)
+
+
+def _counter(value: int) -> Tensor:
+    with torch.inference_mode(False):
+        return torch.full((), value, dtype=torch.int64, device="cpu")
 
 
 class Remembered:
@@ -98,47 +122,67 @@ class Remembered:
             for name, row in self._rows.items()
         }
 
-    def load(self, saved: Mapping[str, Any], known: Collection[str]) -> list[str]:
+    def load(self, saved: Any, known: Collection[str]) -> list[str]:
         """Take what `dump` gave, of the `known` names; the others are returned.
 
         Raises `ValueError`, with nothing changed, if it is not a state of this rule.
         """
-        extra: list[str] = []
+        if not isinstance(saved, Mapping):
+            raise ValueError(f"the rule's state must be a mapping, got {type(saved).__name__}")
+        rule, fresh = type(self._rule).__name__, self._rule.init(1, torch.device("cpu"))
         names: list[str] = []
-        if self._rule.per_tensor:
-            extra = [name for name in saved if name not in known]
-            names = [name for name in saved if name in known]
-            for name in names:
-                self._check(saved[name], f"the state of {name!r}", 1)
-            template = self._rule.init(0, torch.device("cpu"))
-            state = {
-                key: torch.stack([saved[name][key] for name in names]) if names else part
-                for key, part in template.items()
-            }
-        else:
-            state = {key: _own(part) for key, part in saved.items()}
-            if saved:
-                self._check(saved, "the state", 0)
+        with torch.inference_mode(False):
+            if self._rule.per_tensor:
+                for name, parts in saved.items():
+                    _check(parts, f"the state of {name!r:.80}", fresh, 1, rule)
+                known = set(known)
+                names = [name for name in saved if name in known]
+                state = {
+                    key: torch.stack([_own(saved[name][key]) for name in names]) if names else part
+                    for key, part in self._rule.init(0, torch.device("cpu")).items()
+                }
+            else:
+                if saved:
+                    _check(saved, "the state", fresh, 0, rule)
+                state = {key: _own(part) for key, part in saved.items()}
+        for key, part in state.items():
+            # a state that starts infinite may be so
+            if fresh[key].isfinite().all() and not part.isfinite().all():
+                raise ValueError(f"the state has a {key} that is not finite{_whose(part, names)}")
         self._state = state if saved else None
         self._rows = {name: row for row, name in enumerate(names)}
         self._asked, self._index = (), None
-        return extra
-
-    def _check(self, saved: Mapping[str, Tensor], what: str, dims: int) -> None:
-        """Compare with a fresh state, whose first `dims` dimensions are those of the rows."""
-        fresh = self._rule.init(1, torch.device("cpu"))
-        wanted = {key: (tuple(part.shape[dims:]), part.dtype) for key, part in fresh.items()}
-        found = {key: (tuple(part.shape), part.dtype) for key, part in saved.items()}
-        if wanted != found:
-            raise ValueError(
-                f"{what} has {_described(found)}, where {type(self._rule).__name__} has "
-                f"{_described(wanted)}"
-            )
+        return [str(name) for name in saved if name not in known] if self._rule.per_tensor else []
 
 
-def _described(parts: Mapping[str, tuple[Sequence[int], torch.dtype]]) -> str:
-    listed = [f"{key} ({dtype}, shape {shape})" for key, (shape, dtype) in sorted(parts.items())]
+def _check(parts: Any, what: str, fresh: State, dims: int, rule: str) -> None:
+    """Compare with a fresh state, whose first `dims` dimensions are those of the rows."""
+    if not isinstance(parts, Mapping):
+        raise ValueError(f"{what} must be a mapping of tensors, got {type(parts).__name__}")
+    wanted = {key: _kind(part, dims) for key, part in fresh.items()}
+    found = {key: _kind(part, 0) for key, part in parts.items()}
+    if wanted != found:
+        raise ValueError(f"{what} has {_described(found)}, where {rule} has {_described(wanted)}")
+
+
+def _kind(part: Any, dims: int) -> str:
+    if not isinstance(part, Tensor):
+        return f"of type {type(part).__name__}"
+    shape = f"{part.dtype}, shape {tuple(part.shape[dims:])}"
+    return shape if part.layout == torch.strided else f"{shape}, {part.layout}"
+
+
+def _described(kinds: Mapping[Any, str]) -> str:
+    listed = sorted(f"{key} ({kind})" for key, kind in kinds.items())
     return ", ".join(listed) or "nothing"
+
+
+def _whose(part: Tensor, names: Sequence[str]) -> str:
+    """The first of `names` whose row is not finite, to end a sentence with."""
+    if not names:
+        return ""
+    finite = part.isfinite().reshape(len(names), -1).all(1).tolist()
+    return f", of {names[finite.index(False)]!r}"
 
 
 def _sent(tensor: Tensor, device: torch.device) -> Tensor:
@@ -148,4 +192,4 @@ def _sent(tensor: Tensor, device: torch.device) -> Tensor:
 
 
 def _own(tensor: Tensor) -> Tensor:
-    return tensor.detach().clone()
+    return tensor.detach().to("cpu", copy=True)

@@ -12,8 +12,12 @@ from fastclip import passes
 from fastclip import table as tables
 from fastclip.gradients import Gradients, Listed
 
+# What a backend keeps between calls (tables of addresses, partial sums) would lie in the
+# memory pool of torch.compile's CUDA graphs, which takes that memory back before the next replay.
+TAGS = [torch.Tag.cudagraph_unsafe]
 
-@torch.library.custom_op("fastclip::measure", mutates_args=())
+
+@torch.library.custom_op("fastclip::measure", mutates_args=(), tags=TAGS)
 def measure(grads: list[Tensor], p: float, inv_scale: Tensor | None = None) -> Tensor:
     if not grads:
         return tables.empty(p, 0, torch.device("cpu"))
@@ -26,7 +30,7 @@ def _(grads: list[Tensor], p: float, inv_scale: Tensor | None = None) -> Tensor:
     return torch.empty(len(grads), tables.COLUMNS, dtype=torch.float64, device=_device(grads))
 
 
-@torch.library.custom_op("fastclip::scale_", mutates_args=("grads",))
+@torch.library.custom_op("fastclip::scale_", mutates_args=("grads",), tags=TAGS)
 def scale_(grads: list[Tensor], coef: Tensor) -> None:
     if not grads:
         return
@@ -46,7 +50,7 @@ def _(grads: list[Tensor], coef: Tensor) -> None:
     )
 
 
-@torch.library.custom_op("fastclip::clip_", mutates_args=("grads",))
+@torch.library.custom_op("fastclip::clip_", mutates_args=("grads",), tags=TAGS)
 def clip_(
     grads: list[Tensor],
     p: float,

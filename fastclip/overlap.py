@@ -1,23 +1,31 @@
 """Measuring gradients during backward, each as soon as it is final, while caches still hold it.
 
 A post-accumulate hook on each large parameter measures its gradient and keeps the row with a stamp:
-which object the gradient is, its version, address and number of elements. When the step comes, a
-row is used if the stamp still fits; whatever else there is goes through `passes.measure`. The
-result is that of `passes.measure`: bit by bit in the backends ``reference`` and ``cpu`` (below
+which tensor and storage the gradient is, its version, address and number of elements. When the step
+comes, a row is used if the stamp still fits; whatever else there is goes through `passes.measure`.
+The result is that of `passes.measure`: bit by bit in the backends ``reference`` and ``cpu`` (below
 2**29 elements in all), elsewhere up to the order in which float64 numbers are added.
 
 Some writes leave no mark on a tensor: by ``GradScaler.unscale_``, a fused optimizer, a collective,
-through ``.data`` or numpy. So `SAMPLES` elements of each gradient, spread over it, are kept and
-compared as well. On the CPU a difference sends all gradients through the plain pass. So it does on
-other devices, where the host waits for the comparisons until one has found nothing; later ones are
-read when they have arrived, and a difference then is an error. A write that leaves no mark and all
-these elements as they were, of a few rows through ``.data`` say, is not seen: write to the gradient
-itself instead.
+through ``.data`` or numpy. So a few elements of each gradient, spread over it, are kept and
+compared as well, with one more that is finite and not 0, if there is any: a multiplication of the
+gradient by anything but 1, as the first two do, changes that one or no element at all. (To find it
+costs another read: on the CPU only where the spread elements have none, elsewhere always.) On the
+CPU a difference sends all gradients through the plain pass. So it does on other devices, where the
+host waits for the comparisons until one has found nothing; later ones are read when they have
+arrived, and a difference then is an error.
+
+What is not seen is a write that leaves no mark and all these elements as they were: of other
+elements alone, by ``.data``, numpy, DLPack, a view of the ``.data`` or a kernel of one's own. Write
+to the gradient itself instead, or call `Overlap.forget`.
 
 Beside a process group there are no hooks: collectives change gradients after these have run, DDP
 those in its buckets, FSDP makes them later still. A backward that something records (a compiled
 autograd, a dispatch mode, a CUDA graph) is left alone. Gradients that are views of one buffer have
 one version for all, so that only the last of them keeps its row.
+
+With a loss scale, norms of orders other than 0, 1, 2 and inf are measured by the step alone: powers
+of the scaled elements, which a hook sees, may overflow.
 
 Streams: a hook runs on the stream on which the gradient was accumulated, and the end of backward
 makes the caller's stream wait for that one. The code for other devices than the CPU has not run on
@@ -34,19 +42,21 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor
+from torch.multiprocessing.reductions import StorageWeakRef
 
-from fastclip import backends, passes
+from fastclip import backends, passes, sampling
 from fastclip import table as tables
 from fastclip.backends import Backend
 from fastclip.gradients import Gradients, Listed, Row
 
-# Bytes from which on a gradient is worth a hook. On a CPU (Zen 4) hook, record and check cost 30 us
-# beside the read itself, in which time memory hands over half a MiB.
+# Bytes from which on a gradient is worth a hook. On a CPU (Zen 4) the hook, its record and the
+# check cost 30 us beside the read itself, in which time memory hands over half a MiB.
 LEAST = {"cpu": 1 << 20}
 LEAST_ELSEWHERE = 1 << 20
-SAMPLES = 16
 
+_PLAIN = (Tensor, torch.nn.Parameter)
 _REQUIRES_GRAD = attrgetter("requires_grad")
+
 
 NO_HOOK_RAN = (
     "overlap=True has had no effect so far: no hook has run. Either no backward has made these "
@@ -64,25 +74,38 @@ UNSEEN = (
 )
 
 
+class _Stamp(NamedTuple):
+    tensor: int  # address of the TensorImpl
+    storage: int  # address of the StorageImpl
+    version: int
+    data: int
+    numel: int
+
+
 class _Record(NamedTuple):
-    gradient: "weakref.ref[Tensor]"
-    stamp: tuple[int, int, int]
+    # Not to the tensor: torch.utils.swap_tensors refuses one with weak references. While this one
+    # lives no other storage gets its address, and the gradient's memory is free to go.
+    storage: StorageWeakRef
+    stamp: "_Stamp"
     backend: Backend
     row: Tensor
+    place: Tensor | None  # of one more element to compare, in memory: int64, [1]
     sample: Tensor
 
 
 class _Hook:
     """The hook of one parameter. The parameter owns it: nothing here keeps a parameter alive."""
 
-    __slots__ = ("__weakref__", "handle", "overlap", "record")
+    __slots__ = ("__weakref__", "handle", "overlap", "ran", "record")
 
     def __init__(self, overlap: "Overlap", parameter: Tensor) -> None:
         self.overlap = weakref.ref(overlap)
         self.record: _Record | None = None
+        self.ran = True  # since the last watch
         self.handle = parameter.register_post_accumulate_grad_hook(self)
 
     def __call__(self, parameter: Tensor) -> None:
+        self.ran = True
         overlap = self.overlap()
         if overlap is not None:
             self.record = overlap._measured(parameter.grad)
@@ -109,7 +132,8 @@ class Overlap:
         self._fired_ever = False
         self._warned: set[str] = set()
         self._comparisons = _Comparisons()
-        self._looked: tuple[list[int], list[bool]] | None = None  # at the last watch
+        self._looked: list[list[int]] | None = None  # at the last watch
+        self._n_hooks = 0  # since then
         weakref.finalize(self, _remove, self._hooks).atexit = False
 
     def watch(self, parameters: Sequence[Tensor]) -> None:
@@ -123,15 +147,37 @@ class Overlap:
             )
             self._warn(f"overlap=True has no effect: {self.reason}")
             return
-        looked = list(map(id, parameters)), list(map(_REQUIRES_GRAD, parameters))
-        if looked == self._looked:
+        self._renew(parameters)
+        # Not compared with the last time by id alone: one may be that of a new parameter, and a
+        # lazy one, or one whose data is replaced, grows. A dead one's hook has left `_hooks`.
+        looked = [
+            list(map(id, parameters)),
+            list(map(_REQUIRES_GRAD, parameters)),
+            _sizes(parameters),
+        ]
+        if looked == self._looked and len(self._hooks) == self._n_hooks:
             return
         self._looked = looked
         for parameter in parameters:
             if id(parameter) not in self._hooks and self._takes(parameter):
                 self._hooks[id(parameter)] = _Hook(self, parameter)
+        self._n_hooks = len(self._hooks)
         none = "no parameter is a plain leaf tensor, trainable and large enough to be worth a hook"
         self.reason = None if self._hooks else none
+
+    def _renew(self, parameters: Sequence[Tensor]) -> None:
+        """Put back into autograd the hooks that torch.utils.swap_tensors has taken out of it, where
+        the parameter still lists them: that is all that is known of those that have not run."""
+        hooks = dict(self._hooks)
+        if all(hook.ran for hook in hooks.values()):
+            for hook in hooks.values():
+                hook.ran = False
+            return
+        for parameter in parameters:
+            if (own := hooks.get(id(parameter))) is not None:
+                if not own.ran:
+                    parameter._post_accumulate_grad_hooks = parameter._post_accumulate_grad_hooks
+                own.ran = False
 
     @contextmanager
     def accumulating(self) -> Iterator[None]:
@@ -178,10 +224,15 @@ class Overlap:
     def __reduce__(self) -> tuple[type["Overlap"], tuple[float, int | None]]:
         return Overlap, (self.p, self.least)  # a copy has no hooks until it watches something
 
+    def __repr__(self) -> str:
+        if self.reason is not None:
+            return f"<Overlap without hooks: {self.reason}>"
+        return "<Overlap: {} of {} gradients of the last step from hooks>".format(*self.served)
+
     def _takes(self, parameter: Tensor) -> bool:
         least = LEAST.get(parameter.device.type, LEAST_ELSEWHERE)
         return (
-            type(parameter) in (Tensor, torch.nn.Parameter)
+            type(parameter) in _PLAIN
             and parameter.requires_grad
             and parameter.is_leaf
             and parameter.layout == torch.strided
@@ -194,28 +245,28 @@ class Overlap:
             return None
         self._fired += 1
         self._fired_ever = True
+        storage = StorageWeakRef(gradient.untyped_storage())
         stamp = _stamp(gradient)  # before reading: so a write meanwhile is seen
         backend = backends.choose(gradient.device)
         with torch.no_grad():
             row = backend.measure([gradient], self.p, None)[0]
-            sample = _sample(gradient).clone()
-        return _Record(weakref.ref(gradient), stamp, backend, row, sample)
+            place = sampling.place(gradient)
+            sample = sampling.sample(gradient, place)
+        return _Record(storage, stamp, backend, row, place, sample)
 
     def _records(self, gradients: Sequence[Tensor]) -> list[_Record | None]:
         """For each gradient its record, if all that is known of it is as it was then."""
-        known: dict[int, _Record] = {}
-        for hook in list(self._hooks.values()):
-            record = hook.record
-            if record is not None and (gradient := record.gradient()) is not None:
-                known[id(gradient)] = record
+        hooks = list(self._hooks.values())
+        known = {hook.record.stamp: hook.record for hook in hooks if hook.record is not None}
+        tensors = {stamp.tensor for stamp in known}  # of dead ones too: no more than a quick test
         devices = {record.row.device for record in known.values()}
         chosen = {device: backends.choose(device) for device in devices}
 
         def of(gradient: Tensor) -> _Record | None:
-            record = known.get(id(gradient))
-            if record is None or record.stamp != _stamp(gradient):
+            record = known.get(_stamp(gradient)) if gradient._cdata in tensors else None
+            if record is None or record.backend is not chosen[gradient.device]:
                 return None
-            return record if record.backend is chosen[gradient.device] else None
+            return record
 
         return [of(gradient) for gradient in gradients]
 
@@ -223,6 +274,8 @@ class Overlap:
         self, listed: Listed, records: Sequence[_Record | None], inv_scale: Tensor | None
     ) -> tuple[Gradients, Tensor] | None:
         """The result from the records and a pass over the rest, or None if that is not it."""
+        if inv_scale is not None and self.p not in tables.SCALABLE:
+            return None  # the hooks did not know the loss scale
         pairs = list(zip(listed.grads, records, strict=True))
         hooked = [(gradient, record) for gradient, record in pairs if record is not None]
         if self._changed_unseen(hooked):
@@ -236,7 +289,7 @@ class Overlap:
             return None  # a gradient reached twice has one row
 
         first = listed.grads[0].device
-        table = torch.stack([_on(first, record.row) for _, record in hooked])
+        table = torch.stack([sampling.on(first, record.row) for _, record in hooked])
         table = tables.unscale(table, self.p, inv_scale)
         by_hook, by_rest = iter(table.unbind()), iter(zip(rows, lines, strict=True))
         merged = [
@@ -247,7 +300,7 @@ class Overlap:
         ]
         return (
             Gradients.of_rows([row for row, _ in merged]),
-            torch.stack([_on(first, line) for _, line in merged]),
+            torch.stack([sampling.on(first, line) for _, line in merged]),
         )
 
     def _rest(self, rest: Listed, inv_scale: Tensor | None) -> tuple[list[Row], Sequence[Tensor]]:
@@ -260,8 +313,8 @@ class Overlap:
         """Whether an element differs from its sample, as far as the host may know."""
         for device in {gradient.device for gradient, _ in hooked}:
             pairs = [pair for pair in hooked if pair[0].device == device]
-            now = torch.cat([_sample(gradient) for gradient, _ in pairs])
-            then = torch.cat([_on(device, record.sample) for _, record in pairs])
+            now = torch.cat([sampling.sample(gradient, record.place) for gradient, record in pairs])
+            then = torch.cat([sampling.on(device, record.sample) for _, record in pairs])
             differ = (now.view(torch.uint8) != then.view(torch.uint8)).any()
             if self._comparisons.tell(differ):
                 self._warn(UNSEEN.format("all were measured again"))
@@ -310,14 +363,16 @@ def _remove(hooks: "weakref.WeakValueDictionary[int, _Hook]") -> None:
         hook.handle.remove()
 
 
-def _stamp(gradient: Tensor) -> tuple[int, int, int]:
-    return gradient._version, gradient.data_ptr(), gradient.numel()
+def _sizes(parameters: Sequence[Tensor]) -> list[int]:
+    """In bytes; 0 for those of other types, which may have none yet."""
+    return [each.nbytes if type(each) in _PLAIN else 0 for each in parameters]
 
 
-def _sample(gradient: Tensor) -> Tensor:
-    """A view of a few elements, as they lie in memory."""
-    n = gradient.numel()
-    return gradient.as_strided((min(n, SAMPLES),), (max(n // SAMPLES, 1),))
+def _stamp(gradient: Tensor) -> _Stamp:
+    storage = gradient.untyped_storage()._cdata
+    return _Stamp(
+        gradient._cdata, storage, gradient._version, gradient.data_ptr(), gradient.numel()
+    )
 
 
 def _is_plain(gradient: Tensor) -> bool:
@@ -343,10 +398,3 @@ def _distinct(tensors: Sequence[Tensor]) -> bool:
     """Whether no two begin at one address."""
     addresses = [tensor.data_ptr() for tensor in tensors if tensor.numel() > 0]
     return len(set(addresses)) == len(addresses)
-
-
-def _on(device: torch.device, kept: Tensor) -> Tensor:
-    """What a hook has made, for use on the current stream of `device`."""
-    if kept.is_cuda:
-        kept.record_stream(torch.cuda.current_stream(kept.device))
-    return kept.to(device)

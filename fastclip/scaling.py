@@ -168,11 +168,21 @@ def scale_of(optimizer: Any, scaler: Any, policy: str) -> WithoutScaler:
             'nonfinite="zero" would hide from the scaler that its scale is too large: with an '
             'enabled scaler, use "skip"'
         )
-    optimizers = [*optimizer] if isinstance(optimizer, Iterable) else [optimizer]
+    return WithScaler(scaler, optimizers_of(optimizer))
+
+
+def optimizers_of(optimizer: Any) -> list[Optimizer]:
+    """One optimizer, or several that are stepped together."""
+    one = hasattr(optimizer, "param_groups") or not isinstance(optimizer, Iterable)
+    optimizers = [optimizer] if one else [*optimizer]
     for each in optimizers:
         if not hasattr(each, "param_groups"):
             raise TypeError(f"optimizer must be an optimizer or several, got {type(each).__name__}")
-    return WithScaler(scaler, optimizers)
+    if not optimizers:
+        raise ValueError(f"optimizer must be an optimizer or several, got {optimizer!r:.80}")
+    if len(set(map(id, optimizers))) < len(optimizers):
+        raise ValueError(f"an optimizer comes twice among the {len(optimizers)} that were passed")
+    return optimizers
 
 
 def claims_flags(optimizer: Optimizer) -> bool:

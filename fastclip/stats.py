@@ -42,6 +42,10 @@ class GradStats:
     from it (0-d, or ``[n]`` for rules that clip each tensor), `clipped` and `skipped` (0-d bool),
     `found_inf` (0-d float32, 0.0 or 1.0).
 
+    `threshold` is inf where a rule did not bind, or the rule's `max_norm` if it has one. Of a
+    clipper with ``nonfinite="zero"``, `norms` and `total_norm` are of what is left, while the
+    counts and `nonfinite` say what was found.
+
     `fastclip.grad_stats` decides nothing: there `coef` is 1, `threshold` inf, `clipped` and
     `skipped` are false, and `found_inf` tells whether an element is not finite.
 
@@ -186,7 +190,8 @@ class GradStats:
         return sorted(self.layers(), key=rank)[:k]
 
     def nonfinite(self) -> list[str]:
-        """The names of the gradients with a NaN or an infinity, in order."""
+        """The names of the gradients with a NaN or an infinity, in order; under
+        ``nonfinite="zero"`` those that had one, though no norm shows it."""
         return [layer.name for layer in self.layers() if layer.nan or layer.inf]
 
     def grouped(self, depth: int | Callable[[str], str] = 1) -> "GradStats":

@@ -12,12 +12,16 @@ from fastclip import table as tables
 from fastclip.gradients import Gradients, Listed
 from fastclip.policy import Policy
 from fastclip.rules import (
+    AutoClip,
     Decision,
+    LogZ,
     MaxNorm,
     Measured,
     Rule,
     State,
     UnsuitableGradient,
+    ZClip,
+    require_decision,
     scale_units_,
 )
 from fastclip.scaling import WithoutScaler
@@ -28,6 +32,8 @@ ELSEWHERE = (
     "the gradients are not finite: one of the optimizer that is not the clipper's, or one that "
     "scaler.unscale_ has looked at"
 )
+
+_CAPPED = (ZClip, LogZ, AutoClip)  # one threshold, of `max_norm` where it does not bind
 
 Measure = Callable[[Listed, Tensor | None], tuple[Gradients, Tensor]]
 Rows = Callable[[tuple[str, ...], torch.device], State]  # the rule's state of these gradients
@@ -77,6 +83,8 @@ class Step(NamedTuple):
         )
         decision = Decision(coef, tables.limit(limit, coef.device), {})
         bad = tables.found_nonfinite(table)
+        if self.settings.policy == "skip":
+            bad = bad | total.isnan()
         return Decided(
             self.settings, self.loss_scale, found, table, total.dtype, total, decision, bad
         )
@@ -96,26 +104,52 @@ class Step(NamedTuple):
             policy.refuse(table, self.listed, found.names, p, INSTEAD)
             if elsewhere is not None and elsewhere.item():
                 raise RuntimeError(f"{ELSEWHERE}. No gradient has been changed; {INSTEAD}")
-        if chosen == "zero" and dry:
-            found, table = policy.zeroed(found, table, p)
-        elif chosen == "zero":
-            table = policy.zero_(found, table, p)
+        if chosen == "zero":
+            found, table = self._zeroed(rule, found, table, bad, dry)
         total = tables.total_norm(table, p)
+        if chosen == "skip":
+            bad = bad | total.isnan()  # of finite elements too: from a loss scale of 0
         if found.names:
             state = self.rows(found.names, table.device)
             if limit is None:
-                decision = self._ask(found, table, total, state)
+                decision = self._ask(rule, found, table, total, state)
+                if self._leaves and not isinstance(rule, MaxNorm):
+                    bad = bad | self._unusable(decision, dry)
             else:  # what MaxNorm decides, without what other rules want to know
                 threshold = tables.limit(limit, total.device)
                 decision = Decision(tables.coefficient(total, limit), threshold, state)
             if self._leaves:
                 decision = decision.unless(bad, state)
         else:
-            total, decision = torch.zeros_like(total), _nothing(rule, table)
+            total, decision = torch.zeros_like(total), _nothing(rule, limit, table)
         dtype = tables.result_dtype(found.tensors)
         return Decided(self.settings, self.loss_scale, found, table, dtype, total, decision, bad)
 
-    def _ask(self, found: Gradients, table: Tensor, total: Tensor, state: State) -> Decision:
+    def _zeroed(
+        self, rule: Rule, found: Gradients, table: Tensor, bad: Tensor, dry: bool
+    ) -> tuple[Gradients, Tensor]:
+        p = self.settings.p
+        if dry:
+            return policy.zeroed(found, table, p)
+        if found.names and not isinstance(rule, MaxNorm) and tables.peek(bad) != 0:
+            # for what it raises, while nothing is written; the answer that counts comes after
+            state = self.rows(found.names, table.device)
+            self._ask(rule, found, table, tables.total_norm(table, p), state)
+        return found, policy.zero_(found, table, p)
+
+    def _unusable(self, decision: Decision, dry: bool) -> Tensor:
+        """Whether a coefficient is not finite, which then the rule has made so, 0-d bool."""
+        found = decision.nonfinite()
+        if self.settings.policy == "error" and not dry and found.item():
+            raise RuntimeError(
+                f"{type(self.settings.rule).__name__} gave a coefficient that is not finite for "
+                f"gradients that are. No gradient has been changed; {INSTEAD}"
+            )
+        return found
+
+    def _ask(
+        self, rule: Rule, found: Gradients, table: Tensor, total: Tensor, state: State
+    ) -> Decision:
         measured = Measured(
             total,
             tables.norms(table, self.settings.p),
@@ -125,10 +159,12 @@ class Step(NamedTuple):
             self.loss_scale.inv_scale,
         )
         try:
-            return self.settings.rule.decide(measured, state)
+            decision = rule.decide(measured, state)
         except UnsuitableGradient as error:
             name = found.names[error.row]
             raise TypeError(f"{self.listed.called(name)} {error.reason}") from None
+        require_decision(rule, decision, measured, state)
+        return decision
 
 
 class Decided(NamedTuple):
@@ -195,10 +231,11 @@ class Decided(NamedTuple):
         )
 
 
-def _nothing(rule: Rule, table: Tensor) -> Decision:
-    """About no gradients, which a rule is not asked about."""
+def _nothing(rule: Rule, limit: float | Tensor | None, table: Tensor) -> Decision:
+    """About no gradients, which a rule is not asked about; `limit` is that of `MaxNorm`."""
     one = torch.ones((0,) if rule.per_tensor else (), dtype=torch.float64, device=table.device)
-    return Decision(one, one * math.inf, {})
+    cap = rule.max_norm if isinstance(rule, _CAPPED) else limit
+    return Decision(one, one * math.inf if cap is None else tables.limit(cap, one.device), {})
 
 
 def _of_rows(parameters: Sequence[Tensor], listed: Listed, found: Gradients) -> Sequence[Tensor]:

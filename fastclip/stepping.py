@@ -1,6 +1,9 @@
-"""Taking an optimizer's step, or not."""
+"""Taking the step of one optimizer or of several, or not."""
 
+import inspect
+from collections.abc import Callable, Sequence
 from contextlib import nullcontext
+from functools import lru_cache
 
 import torch
 from torch import Tensor
@@ -9,23 +12,78 @@ from torch.optim import Optimizer
 from fastclip import folding, scaling
 from fastclip.scaling import WithoutScaler
 
+_SINGLE = (
+    inspect.Parameter.POSITIONAL_ONLY,
+    inspect.Parameter.POSITIONAL_OR_KEYWORD,
+    inspect.Parameter.KEYWORD_ONLY,
+)
+
+
+def refuse_closure(optimizer: Optimizer) -> None:
+    """Raise `TypeError` if the optimizer's step cannot be called without an argument."""
+    step, of_class = optimizer.step, getattr(type(optimizer), "step", None)
+    if of_class is not None and getattr(step, "__func__", None) is of_class:
+        needed = _of_class(of_class)
+    else:
+        needed = None if folding.is_of_torch(optimizer) else _needed(step)
+    if needed is not None:
+        raise TypeError(
+            f"the step of {type(optimizer).__name__} needs an argument ({needed}), and closures "
+            "are not supported: call clip_ inside the closure, after backward, and the optimizer's "
+            "step yourself"
+        )
+
+
+def _needed(step: Callable[..., object]) -> str | None:
+    """The first argument without which it cannot be called."""
+    for parameter in inspect.signature(step).parameters.values():
+        required = parameter.default is parameter.empty and parameter.kind in _SINGLE
+        if required and parameter.name != "self":  # which a scheduler's wrapper shows
+            return parameter.name
+    return None
+
+
+# Looking takes 40 us. Not for functions of objects: they would be kept alive, with all they hold.
+_of_class = lru_cache(maxsize=64)(_needed)
+
 
 def take(
+    optimizers: Sequence[Optimizer],
+    loss_scale: WithoutScaler,
+    skip: Tensor | None,
+    grad_scale: Tensor | None,
+) -> None:
+    """Step all unless `skip`, 0-d float32, is 1, and then none; None never skips. `grad_scale` is
+    what the gradients are still to be divided by, for optimizers that honour it.
+
+    An optimizer skips by itself where it can; for all others the flag is read on the host, once.
+    """
+    if skip is not None:
+        # a list: each optimizer is to be made ready to skip, whatever the others need
+        unable = [each for each in optimizers if not _skips(each, loss_scale)]
+        if unable and skip.item() == 1:
+            for each in optimizers:
+                loss_scale.note_stepped(each)
+            return
+    for each in optimizers:
+        _take(each, loss_scale, skip, grad_scale)
+
+
+def _skips(optimizer: Optimizer, loss_scale: WithoutScaler) -> bool:
+    """Whether the step that would be called heeds the flag: the optimizer's or the scaler's."""
+    if loss_scale.enabled and not scaling.claims_flags(optimizer):
+        return True  # the scaler reads it
+    return folding.honours(optimizer) and folding.ready_to_skip(optimizer)
+
+
+def _take(
     optimizer: Optimizer, loss_scale: WithoutScaler, skip: Tensor | None, grad_scale: Tensor | None
 ) -> None:
-    """Step unless `skip`, 0-d float32, is 1; None never skips. `grad_scale` is what the gradients
-    are still to be divided by, for an optimizer that honours it.
-
-    The optimizer skips by itself where it can, else the flag is read on the host.
-    """
     honours = folding.honours(optimizer)
-    claims = loss_scale.enabled and scaling.claims_flags(optimizer)
-    scaler_reads = loss_scale.enabled and not claims
-    if skip is not None and not scaler_reads and not (honours and folding.ready_to_skip(optimizer)):
-        if skip.item() == 1:
-            loss_scale.note_stepped(optimizer)
-            return
-    if claims and not honours:  # scaler.step would trust it with the flag, which would be lost
+    if honours and skip is None:
+        folding.ready_to_skip(optimizer)  # for its other purpose: gradients that come late
+    if loss_scale.enabled and scaling.claims_flags(optimizer) and not honours:
+        # scaler.step would trust it with the flag, which would be lost
         optimizer.step()
         loss_scale.note_stepped(optimizer)
         return

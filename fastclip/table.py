@@ -25,6 +25,10 @@ POWER, MAX_ABS, NAN, INF, ZERO = range(5)
 COLUMNS = 5
 EPS = 1e-6  # added to the total norm before the division, as torch.nn.utils does
 
+# The orders in which POWER of scaled elements follows from that of the elements. Of others it may
+# overflow, or vanish, where that of the scaled elements does not: 70 and a scale of 2**16.
+SCALABLE = frozenset({0.0, 1.0, 2.0, math.inf})
+
 WIDE = frozenset({torch.float64, torch.complex128})
 
 
@@ -128,13 +132,17 @@ def factors(
 
 
 def unscale(table: Tensor, p: float, inv_scale: Tensor | None) -> Tensor:
-    """The table of ``x * inv_scale`` from that of ``x``: no element has to be multiplied for it."""
+    """The table of ``x * inv_scale`` from that of ``x``: no element has to be multiplied for it.
+
+    In orders that are not `SCALABLE`, POWER has to be that of ``x * inv_scale`` already.
+    """
     if inv_scale is None:
         return table
     factor = inv_scale.to(table.device, torch.float64).abs()
     table = table.clone()
     table[:, MAX_ABS] *= factor
-    table[:, POWER] *= factor if math.isinf(p) else factor**p
+    if p in SCALABLE:
+        table[:, POWER] *= factor if math.isinf(p) else factor**p
     return table
 
 

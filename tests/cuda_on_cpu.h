@@ -373,9 +373,6 @@ inline cudaError_t cudaDeviceGetAttribute(int* value, cudaDeviceAttr attribute, 
 inline cudaError_t cudaDriverGetVersion(int* version) {
   return cuda_on_cpu::give(version, cuda_on_cpu::runtime.driver_version);
 }
-inline cudaError_t cudaRuntimeGetVersion(int* version) {
-  return cuda_on_cpu::give(version, cuda_on_cpu::runtime.runtime_version);
-}
 inline cudaError_t cudaMemsetAsync(void* p, int byte, size_t n, cudaStream_t = nullptr) {
   std::memset(p, byte, n);
   return cudaSuccess;
@@ -395,6 +392,7 @@ CUDA_ON_CPU_EXPORT void cuda_on_cpu_seed(unsigned seed) { cuda_on_cpu::runtime.s
 CUDA_ON_CPU_EXPORT void cuda_on_cpu_set(const char* name, long long value) {
   cuda_on_cpu::control(name) = value;
 }
+CUDA_ON_CPU_EXPORT int cuda_on_cpu_last_error() { return cuda_on_cpu::last_error; }
 CUDA_ON_CPU_EXPORT long long cuda_on_cpu_get(const char* name) {
   return cuda_on_cpu::control(name);
 }

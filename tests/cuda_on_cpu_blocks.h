@@ -41,11 +41,11 @@ namespace cuda_on_cpu {
 // Name and value at the start. With `seed` 0, blocks, warps and lanes run in order, else in random
 // orders: with one host thread the same for the same seed. `next_error` is the cudaError_t that the
 // next launch returns instead of running. The last four are counters.
-#define CUDA_ON_CPU_CONTROLS(X)                                                               \
-  X(seed, 0), X(host_threads, 2), X(devices, 1), X(sm_count, 4), X(blocks_per_sm, 2),         \
-      X(cooperative, 1), X(l2_bytes, 50 << 20), X(compute_major, 9), X(compute_minor, 0),     \
-      X(driver_version, 13000), X(runtime_version, 13000), X(capturing, 0), X(next_error, 0), \
-      X(bytes_read, 0), X(bytes_written, 0), X(launches, 0), X(cooperative_launches, 0)
+#define CUDA_ON_CPU_CONTROLS(X)                                                           \
+  X(seed, 0), X(host_threads, 2), X(devices, 1), X(sm_count, 4), X(blocks_per_sm, 2),     \
+      X(cooperative, 1), X(l2_bytes, 50 << 20), X(compute_major, 9), X(compute_minor, 0), \
+      X(driver_version, 13000), X(capturing, 0), X(next_error, 0), X(bytes_read, 0),      \
+      X(bytes_written, 0), X(launches, 0), X(cooperative_launches, 0)
 
 struct Runtime {
 #define CUDA_ON_CPU_MEMBER(name, value) \

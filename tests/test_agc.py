@@ -7,6 +7,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from fastclip import GradClipper
 from fastclip.rules import AGC, Measured, UnsuitableGradient, scale_units_
 from fastclip.rules import units as by_unit
 from fastclip.testing.compare import bitwise_equal
@@ -209,3 +210,40 @@ def test_a_negated_view_keeps_its_sign(dtype: torch.dtype) -> None:
     scale_units_([view], [torch.tensor([0.5, 0.25], dtype=torch.float64)])
     assert memory.tolist() == [[1.0] * 3, [0.5] * 3]
     assert view.tolist() == [[-1.0] * 3, [-0.5] * 3]
+
+
+def test_names_need_not_be_distinct() -> None:
+    """There is no state to be kept by them."""
+    parameters = [torch.nn.Parameter(torch.ones(2)) for _ in range(2)]
+    for parameter, size in zip(parameters, (1.0, 0.001), strict=True):
+        parameter.grad = torch.full((2,), size)
+    stats = GradClipper([("w", parameter) for parameter in parameters], rule=AGC()).clip_()
+    assert stats.names == ("w", "w")
+    assert stats.coef.tolist() == pytest.approx([0.01, 1.0])
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("width", [32, 96, 127, 128, 768, 3072, 6016])
+@pytest.mark.parametrize(
+    "values", ["normal", "equal", "zeros", "tiny", "denormal", "huge", "one-huge", "nan", "inf"]
+)
+def test_unit_norms_of_rows(values: str, width: int, dtype: torch.dtype) -> None:
+    x = torch.randn(9, width)
+    if values == "equal":
+        x.fill_(0.1)
+    if values in ("tiny", "denormal", "huge"):
+        x *= {"tiny": 1e-22, "denormal": 1e-42, "huge": 1e25}[values]
+    x[3] = 0
+    if values == "zeros":
+        x[::2] = 0
+    if values in ("one-huge", "nan", "inf"):
+        x[4, width // 2] = {"one-huge": 3e38, "nan": math.nan, "inf": math.inf}[values]
+    if dtype == torch.float16 and values in ("huge", "one-huge"):
+        x = x.nan_to_num().clamp(-65504, 65504)
+    x = x.to(dtype)
+    expected = x.to(torch.float64).square().sum(1).sqrt()
+    torch.testing.assert_close(by_unit.unit_norms(x), expected, rtol=1e-6, atol=0, equal_nan=True)
+    conv = x.view(9, 1, width, 1)
+    assert torch.equal(
+        by_unit.unit_norms(conv).nan_to_num(7.0), by_unit.unit_norms(x).nan_to_num(7.0)
+    )

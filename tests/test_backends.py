@@ -229,3 +229,13 @@ def _simd_process(level: str) -> "subprocess.CompletedProcess[str]":
 def test_a_device_without_float64_is_refused_by_name() -> None:
     with pytest.raises(RuntimeError, match=r"mps.*float64"):
         fastclip.backends.choose(torch.device("mps"))
+
+
+def test_a_refused_list_keeps_no_tensor(cpu_available: None) -> None:
+    grads = [torch.ones(3), torch.ones(3, dtype=torch.complex64), torch.ones(3), torch.ones(3)]
+    before = [grad._use_count() for grad in grads]  # type: ignore[attr-defined]
+    with fastclip.backend("cpu") as backend:
+        for _ in range(3):
+            backend.measure(grads, 2.0, None)
+            backend.scale_(grads, torch.tensor(0.5, dtype=torch.float64))
+    assert [grad._use_count() for grad in grads] == before  # type: ignore[attr-defined]

@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -13,6 +14,8 @@ import pytest
 import torch
 
 import fastclip
+from fastclip import _build_cuda
+from fastclip.backends import cuda
 from fastclip.cli import main
 from fastclip.commands import doctor
 
@@ -64,8 +67,8 @@ def test_version() -> None:
 def test_help_lists_the_commands() -> None:
     done = run("--help", COLUMNS="80")
     assert done.returncode == 0
-    for command in ("demo", "doctor", "check"):
-        assert f"\n    {command} " in done.stdout
+    for command in ("demo", "doctor", "check", "replay", "calibrate"):
+        assert re.search(rf"^    {command}\s", done.stdout, re.MULTILINE)
     assert max(map(len, done.stdout.splitlines())) <= 80
 
 
@@ -183,6 +186,12 @@ def test_doctor_json_says_what_the_package_says(capsys: pytest.CaptureFixture[st
         assert report["simd_level"] in report["native_library"]
     else:
         assert (report["simd_level"], report["native_library"]) == (None, None)
+    nvcc = _build_cuda.nvcc()
+    assert report["cuda_compiler"] == (
+        f"nvcc {_build_cuda.version()}, {nvcc}" if nvcc else f"none: {_build_cuda.missing_nvcc()}"
+    )
+    if report["backends"]["cuda"] is not None:
+        assert report["cuda_library"] == cuda.built_ahead()
 
 
 def test_doctor_text_fits_and_shows_every_backend(capsys: pytest.CaptureFixture[str]) -> None:
@@ -260,7 +269,11 @@ def test_doctor_without_a_compiler(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "question", ["_cpu_model", "_cpu_features", "_threads", "_compiler", "_gpus", "_choice"]
+    "question",
+    [
+        *("_cpu_model", "_cpu_features", "_threads", "_compiler", "_cuda_compiler"),
+        *("_cuda_library", "_gpus", "_choice"),
+    ],
 )
 def test_a_broken_answer_is_one_line(
     question: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]

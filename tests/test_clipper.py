@@ -28,16 +28,21 @@ WRONG: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
     "order": (lambda: GradClipper(ones, norm_type=NAN), ValueError, "norm_type.*nan"),
     "rule-class": (lambda: GradClipper(ones, rule=rules.ZClip), TypeError, "class ZClip: call it"),  # type: ignore[arg-type]
     "no-rule": (lambda: GradClipper(ones, rule=2.0), TypeError, "decide.*got float"),  # type: ignore[arg-type]
+    "rule-as-max-norm": (
+        lambda: GradClipper(ones, rules.ZClip()),  # type: ignore[arg-type]
+        TypeError,
+        "got the rule ZClip: pass it as rule=",
+    ),
+    "rule-class-as-max-norm": (
+        lambda: GradClipper(ones, rules.LogZ),  # type: ignore[arg-type]
+        TypeError,
+        "got the rule LogZ: pass it as rule=",
+    ),
     "parameters": (lambda: GradClipper(3), TypeError, "got int"),  # type: ignore[arg-type]
     "a-name-twice": (
         lambda: GradClipper([("w", ones[0]), ("w", ones[0])], rule=rules.AdaGC()),
         ValueError,
         "'w' comes more than once",
-    ),
-    "step-of-several": (
-        lambda: GradClipper(ones).step([torch.optim.SGD(ones)]),  # type: ignore[arg-type]
-        TypeError,
-        "step takes one optimizer, got list; with several, clip_ once",
     ),
 }
 
@@ -276,6 +281,9 @@ def test_unknown_names_are_listed_up_to_ten() -> None:
     clipper = GradClipper([(f"old.{n}", p) for n, p in enumerate(params)], rule=rules.AdaGC())
     clipper.clip_()
     other = GradClipper([("new", params[0])], rule=rules.AdaGC())
-    with pytest.warns(UserWarning, match=r"does not have: old\.0, .*, old\.9 and 2 more"):
+    listed = (
+        r"does not have: old\.0, .*, old\.9 and 2 more\. What it says of them is dropped; no name"
+    )
+    with pytest.warns(UserWarning, match=listed + ".* every tensor starts afresh"):
         other.load_state_dict(clipper.state_dict())
     assert other.counters()["steps"] == 1

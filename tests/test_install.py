@@ -22,7 +22,8 @@ from fastclip import _build
 
 ROOT = Path(__file__).resolve().parent.parent
 PARTS = ("pyproject.toml", "setup.py", "LICENSE", "README.md", "fastclip", "csrc")
-OWN_VARIABLES = ("FASTCLIP_BACKEND", "FASTCLIP_BUILD", "FASTCLIP_CACHE", "FASTCLIP_SIMD", "CXX")
+FASTCLIP = ("BACKEND", "BUILD", "BUILD_CUDA", "CACHE", "SIMD")
+OWN_VARIABLES = (*(f"FASTCLIP_{name}" for name in FASTCLIP), "CXX", "TORCH_CUDA_ARCH_LIST")
 
 BUILD_WHEEL = """
 import sys
@@ -138,8 +139,11 @@ def pure_wheel(tmp_path_factory: pytest.TempPathFactory, torchless: Path) -> Pat
 @pytest.fixture(scope="module")
 def native_wheel(tmp_path_factory: pytest.TempPathFactory, quick_compiler: str) -> Path:
     source = copy_source(tmp_path_factory.mktemp("native") / "source")
-    done = build_wheel(Path(sys.executable), source, CXX=quick_compiler, FASTCLIP_BUILD="1")
+    settings = {"CXX": quick_compiler, "FASTCLIP_BUILD": "1", "FASTCLIP_BUILD_CUDA": "0"}
+    done = build_wheel(Path(sys.executable), source, **settings)
     assert done.returncode == 0, done.stderr
+    assert "fastclip: _C.abi3.so is built ahead, for CPUs" in done.stdout.splitlines()
+    assert "fastclip: _C_cuda is not built ahead: FASTCLIP_BUILD_CUDA=0" in done.stdout
     return source / "dist" / done.stdout.splitlines()[-1]
 
 
@@ -155,7 +159,7 @@ def test_pure_wheel(pure_wheel: Path) -> None:
         [metadata] = [name for name in names if name.endswith("/METADATA")]
         fields = Parser().parsestr(wheel.read(metadata).decode())
     csrc = ROOT / "csrc"
-    sources = [p for p in csrc.rglob("*") if p.suffix in (".h", ".cpp")]
+    sources = [p for p in csrc.rglob("*") if p.suffix in (".h", ".cpp", ".cu", ".cuh")]
     assert {f"fastclip/csrc/{path.relative_to(csrc).as_posix()}" for path in sources} <= names
     assert "fastclip/py.typed" in names
     assert not [name for name in names if name.endswith(".so") or "test_" in name]
@@ -252,6 +256,17 @@ def test_asking_for_what_cannot_be_built_is_an_error(pure: Path, tmp_path: Path)
             "error: FASTCLIP_BUILD=yes is neither 0 nor 1",
             id="unknown value",
         ),
+        pytest.param(
+            {"FASTCLIP_BUILD_CUDA": "1"},
+            "error: FASTCLIP_BUILD_CUDA=1, but there is no torch in the build environment "
+            "(see pip's --no-build-isolation)",
+            id="no torch for CUDA",
+        ),
+        pytest.param(
+            {"FASTCLIP_BUILD_CUDA": "on"},
+            "error: FASTCLIP_BUILD_CUDA=on is neither 0 nor 1",
+            id="unknown value for CUDA",
+        ),
     ],
 )
 def test_build_that_cannot_be_met_stops_with_one_line(
@@ -272,4 +287,9 @@ def test_build_without_a_compiler(tmp_path: Path) -> None:
     ]
     done = build_wheel(python, source, CXX="none")
     assert done.returncode == 0, done.stderr
-    assert done.stdout.splitlines()[-1].endswith("-py3-none-any.whl")
+    *said, wheel = done.stdout.splitlines()
+    assert wheel.endswith("-py3-none-any.whl")
+    for name in ("_C", "_C_cuda"):
+        assert (
+            f"fastclip: {name} is not built ahead: there is no C++ compiler: CXX=none was not found"
+        ) in said

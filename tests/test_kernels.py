@@ -30,7 +30,7 @@ VARIANTS = {
 
 def compile_driver(compiler: str, flags: list[str], folder: Path, own_flags: bool) -> Path:
     csrc = ROOT / "csrc"
-    without_torch = [csrc / "cpu" / "layout.cpp", csrc / "cpu" / "passes.cpp"]
+    without_torch = [csrc / "layout.cpp", csrc / "cpu" / "passes.cpp"]
     sources = [DRIVER, *sorted(csrc.glob("cpu/kernels*.cpp")), *without_torch]
 
     def compile_one(source: Path) -> Path:

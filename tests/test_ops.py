@@ -43,6 +43,12 @@ def test_opcheck(call: str, name: str) -> None:
     assert set(checks.values()) == {"SUCCESS"}
 
 
+@pytest.mark.parametrize("name", ["measure", "scale_", "clip_"])
+def test_no_cuda_graph_of_torch_compile_holds_them(name: str) -> None:
+    operator = getattr(torch.ops.fastclip, name).default
+    assert torch.Tag.cudagraph_unsafe in operator.tags
+
+
 def test_operators_do_what_the_backend_does() -> None:
     grads = [floats(3.0, 4.0), floats(12.0)]
     table, total, coef = ops.clip_(grads, 2.0, torch.tensor(6.5))

@@ -1,10 +1,4 @@
-"""Overlap with backward: kinds of backward, and where hooks are."""
-
-import copy
-import gc
-import io
-import weakref
-from collections.abc import Iterator
+"""Overlap with backward: kinds of backward."""
 
 import pytest
 import torch
@@ -15,7 +9,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from fastclip import gradients, passes
 from fastclip.overlap import Overlap
 from fastclip.testing.compare import bitwise_equal
-from tests.backward import loss_of, mlp, n_hooks, right, watching
+from tests.backward import loss_of, mlp, right, watching
 from tests.making import grads_of
 
 # Which backward
@@ -218,130 +212,6 @@ def test_a_hook_that_makes_the_step_itself() -> None:
         parameter.register_post_accumulate_grad_hook(step)
     loss_of(model).backward()
     right(overlap, model, served=(2, 2))
-
-
-# Where hooks are, and where they go
-
-
-def test_parameters_added_frozen_and_unfrozen_later() -> None:
-    model = mlp()
-    model[2].requires_grad_(False)
-    overlap = watching(model)
-    assert n_hooks(model) == [1, 1, 0, 0]
-    loss_of(model).backward()
-    right(overlap, model, served=(2, 2))
-    model[2].requires_grad_(True)
-    model[0].requires_grad_(False)
-    model.append(nn.Linear(12, 2))
-    model.zero_grad()
-    loss_of(model).backward()
-    right(overlap, model, served=(0, 4))
-    overlap.watch(list(model.parameters()))
-    overlap.watch(list(model.parameters()))
-    assert n_hooks(model) == [1] * 6
-    model.zero_grad()
-    loss_of(model).backward()
-    right(overlap, model, served=(4, 4))
-
-
-def test_what_has_no_gradient_of_its_own_is_not_hooked() -> None:
-    class Mine(nn.Parameter):
-        pass
-
-    leaf = torch.ones(3, requires_grad=True)
-    overlap = Overlap(2.0, least=0)
-    overlap.watch([leaf * 2, torch.ones(3), Mine(torch.ones(3))])
-    assert overlap.reason is not None
-    overlap.watch([leaf])
-    assert overlap.reason is None
-
-
-@pytest.fixture
-def _no_collector() -> Iterator[None]:
-    gc.collect()
-    gc.disable()
-    yield
-    gc.enable()
-
-
-@pytest.mark.parametrize("how", ["close", "collected"])
-@pytest.mark.usefixtures("_no_collector")
-def test_hooks_are_removed(how: str) -> None:
-    model = mlp()
-    overlap = watching(model)
-    loss_of(model).backward()
-    assert n_hooks(model) == [1] * 4
-    if how == "close":
-        overlap.close()
-    else:
-        del overlap
-    assert n_hooks(model) == [0] * 4
-    loss_of(model).backward()
-
-
-@pytest.mark.usefixtures("_no_collector")
-def test_neither_parameters_nor_gradients_are_kept_alive() -> None:
-    model = mlp()
-    overlap = watching(model)
-    loss_of(model).backward()
-    overlap.measure(gradients.of_parameters(model))
-    grad = weakref.ref(model[0].weight.grad)
-    weight = weakref.ref(model[0].weight)
-    model.zero_grad()
-    assert grad() is None
-    del model
-    assert weight() is None
-    assert len(overlap._hooks) == 0
-
-
-def test_a_copied_or_saved_model_has_no_hooks_and_trains() -> None:
-    model = mlp()
-    overlap = watching(model)
-    loss_of(model).backward()
-    saved = io.BytesIO()
-    torch.save(model, saved)
-    saved.seek(0)
-    for other in (copy.deepcopy(model), torch.load(saved, weights_only=False)):
-        assert n_hooks(other) == [0] * 4
-        loss_of(other, 1).backward()
-        right(overlap, model, served=(4, 4))
-
-
-def test_a_copy_watches_for_itself() -> None:
-    model = mlp()
-    overlap = watching(model, 1.0)
-    both = copy.deepcopy((model, overlap))
-    assert (both[1].p, both[1].least) == (1.0, 0)
-    both[1].watch(list(both[0].parameters()))
-    loss_of(both[0]).backward()
-    right(both[1], both[0], served=(4, 4))
-    loss_of(model).backward()
-    right(overlap, model, served=(4, 4))
-
-
-def test_two_watch_the_same_parameters() -> None:
-    model = mlp()
-    first, second = watching(model), watching(model, 1.0)
-    loss_of(model).backward()
-    right(first, model, served=(4, 4))
-    right(second, model, served=(4, 4))
-
-
-def test_not_beside_a_process_group(monkeypatch: pytest.MonkeyPatch) -> None:
-    model = mlp()
-    overlap = watching(model)
-    monkeypatch.setattr(torch.distributed, "is_initialized", lambda: True)
-    with pytest.warns(UserWarning, match=r"no effect: torch\.distributed is initialised"):
-        overlap.watch(list(model.parameters()))
-    overlap.watch(list(model.parameters()))
-    assert overlap.reason is not None
-    assert n_hooks(model) == [0] * 4
-    loss_of(model).backward()
-    right(overlap, model, served=(0, 4))
-    monkeypatch.undo()
-    overlap.watch(list(model.parameters()))
-    loss_of(model).backward()
-    right(overlap, model, served=(4, 4))
 
 
 # Other devices

@@ -115,6 +115,35 @@ def test_a_tensor_that_comes_late_warms_up_by_itself() -> None:
     assert [states[key]["count"].item() for key in range(3)] == [50, 40, 57]
 
 
+@pytest.mark.parametrize("warmup", [0, 1, 4])
+def test_a_tensor_that_is_0_in_its_warm_up_is_left_out_of_those_steps(warmup: int) -> None:
+    """As LoRA's A, and experts without tokens: it warms up with its first other gradients."""
+    rule, peer = AdaGC(warmup=warmup), reference.AdaGC(warmup=warmup)
+    norms = log_normal(40, 2)
+    idle = [0, 1, 3] if warmup > 1 else [0, 1]
+    norms[idle, 1] = 0.0
+    decisions = run_rows(rule, norms)
+    for step, (decision, row) in enumerate(zip(decisions, norms.tolist(), strict=True)):
+        before = decisions[step - 1].state if step else rule.init(2, CPU)
+        wanted = peer.decide({key: n for key, n in enumerate(row) if n > 0})
+        if step in idle:
+            assert decision.coef[1].item() == 1.0
+            assert all(torch.equal(decision.state[name][1], before[name][1]) for name in before)
+        found = torch.stack([decision.coef, decision.threshold], 1)[list(wanted)]
+        assert_equal(found, torch.tensor(list(wanted.values()), dtype=torch.float64))
+    assert decisions[-1].state["count"].tolist() == [40, 40 - len(idle)]
+    assert decisions[-1].state["gamma"].min() > 0
+
+
+def test_a_tensor_that_is_0_after_its_warm_up_counts() -> None:
+    rule, peer = AdaGC(warmup=2), reference.AdaGC(warmup=2)
+    found = [decision.state["gamma"].item() for decision in run_rows(rule, [[1.0], [2.0], [0.0]])]
+    for n in (1.0, 2.0, 0.0):
+        peer.decide({0: n})
+    assert found[-1] == pytest.approx(peer.gamma[0], rel=1e-12)
+    assert found[-1] < found[-2]
+
+
 LOGZS = [
     {},
     {"max_norm": 0.6},

@@ -183,26 +183,30 @@ def no_size(*values: object) -> list[object]:
     return [*values, NAN, -1.0, -INF]
 
 
+def not_finite(*values: object) -> list[object]:
+    return no_size(INF, *values)
+
+
 WRONG: dict[str, tuple[Callable[[Any], object], list[object]]] = {
     "max_norm of MaxNorm": (MaxNorm, no_size(-1e-300)),
     "max_norm of AdaGC": (lambda x: AdaGC(max_norm=x), no_size()),
     "max_norm of ZClip": (lambda x: ZClip(max_norm=x), no_size()),
     "max_norm of LogZ": (lambda x: LogZ(max_norm=x), no_size()),
     "max_norm of AutoClip": (lambda x: AutoClip(max_norm=x), no_size()),
-    "clip_factor": (lambda x: AGC(clip_factor=x), no_size(0.0)),
-    "eps of AGC": (lambda x: AGC(eps=x), no_size()),
-    "ratio": (lambda x: AdaGC(ratio=x), no_size(0.0)),
-    "beta": (lambda x: AdaGC(beta=x), no_size(1.0)),
-    "warmup of AdaGC": (lambda x: AdaGC(warmup=x), [-1]),
-    "eps of AdaGC": (lambda x: AdaGC(eps=x), no_size()),
-    "alpha": (lambda x: ZClip(alpha=x), no_size(1.0, 1.5)),
-    "z": (lambda x: ZClip(z=x), no_size(0.0)),
-    "warmup of ZClip": (lambda x: ZClip(warmup=x), [0, -5]),
-    "eps of ZClip": (lambda x: ZClip(eps=x), no_size(0.0)),
-    "k": (lambda x: LogZ(k=x), no_size()),
+    "clip_factor": (lambda x: AGC(clip_factor=x), not_finite(0.0)),
+    "eps of AGC": (lambda x: AGC(eps=x), not_finite()),
+    "ratio": (lambda x: AdaGC(ratio=x), not_finite(0.0)),
+    "beta": (lambda x: AdaGC(beta=x), not_finite(1.0)),
+    "warmup of AdaGC": (lambda x: AdaGC(warmup=x), [2**63, -1]),
+    "eps of AdaGC": (lambda x: AdaGC(eps=x), not_finite()),
+    "alpha": (lambda x: ZClip(alpha=x), not_finite(1.0, 1.5)),
+    "z": (lambda x: ZClip(z=x), not_finite(0.0)),
+    "warmup of ZClip": (lambda x: ZClip(warmup=x), [2**63, 0, -5]),
+    "eps of ZClip": (lambda x: ZClip(eps=x), not_finite(0.0)),
+    "k": (lambda x: LogZ(k=x), not_finite()),
     "halflife": (lambda x: LogZ(halflife=x), no_size(0.0)),
-    "warmup of LogZ": (lambda x: LogZ(warmup=x), [1, 0]),
-    "percentile": (lambda x: AutoClip(percentile=x), no_size(100.1)),
+    "warmup of LogZ": (lambda x: LogZ(warmup=x), [2**63, 1, 0]),
+    "percentile": (lambda x: AutoClip(percentile=x), not_finite(100.1)),
     "window": (lambda x: AutoClip(window=x), [0, -3]),
 }
 
@@ -221,6 +225,60 @@ def test_a_wrong_number(what: str, value: float) -> None:
 def test_what_is_not_a_number(what: str, value: object) -> None:
     with pytest.raises(TypeError, match=rf"^{what.split()[0]} must be a .*number.*, got"):
         WRONG[what][0](value)
+
+
+@pytest.mark.parametrize("what", WRONG)
+def test_a_number_beyond_float64(what: str) -> None:
+    """Of so many digits, too, that Python does not print it."""
+    for value in (10**400, 10**5000):
+        with pytest.raises(ValueError, match=r" must be .*, got a number beyond float64$"):
+            WRONG[what][0](value)
+
+
+EXTREME: dict[str, Rule] = {
+    "agc-eps-0": AGC(clip_factor=1e308, eps=0),
+    "adagc-ratio": AdaGC(ratio=1e308, warmup=0),
+    "adagc-eps-0": AdaGC(eps=0, max_norm=0.0, warmup=3),
+    "adagc-eps": AdaGC(eps=1e308, warmup=3),
+    "adagc-infinite": AdaGC(max_norm=INF, warmup=3),
+    "zclip-z": ZClip(z=1e200, warmup=1),
+    "zclip-z-eps": ZClip(z=1e308, eps=1e-308, warmup=1),
+    "zclip-eps": ZClip(eps=1e308, warmup=1),
+    "zclip-infinite": ZClip(max_norm=INF, warmup=2),
+    "logz-k": LogZ(k=1e308, warmup=2),
+    "logz-halflife": LogZ(halflife=1e-308, warmup=2),
+    "logz-no-halflife": LogZ(halflife=INF, warmup=2),
+    "logz-infinite": LogZ(max_norm=INF, warmup=2),
+    "autoclip-infinite": AutoClip(max_norm=INF, window=2),
+    "max-norm-0": MaxNorm(0.0),
+    "max-norm-infinite": MaxNorm(INF),
+}
+
+
+@pytest.mark.parametrize("rule", EXTREME.values(), ids=EXTREME.keys())
+def test_extreme_settings_make_no_nan(rule: Rule) -> None:
+    """Of norms of 0, of equal ones, of spikes and of the largest; infinite ones stay out of the
+    state as ever."""
+    rows = [[0.0, 0.0], [1.0, 0.0], [1.0, 1.0], [1.0, 1.0], [1e150, 0.0], [1e-150, 1e-300]]
+    for decision in run_rows(rule, [*rows, [INF, 1.0], [2.0, 2.0], *rows[::-1]]):
+        assert not decision.coef.isnan().any()
+        assert not decision.threshold.isnan().any()
+        assert all(tensor.isfinite().all() for tensor in decision.state.values())
+
+
+def test_an_infinite_max_norm_of_adagc_is_none() -> None:
+    rows = log_normal(12, 2)
+    with_inf, without = (run_rows(AdaGC(max_norm=m, warmup=3), rows) for m in (INF, None))
+    for a, b in zip(with_inf, without, strict=True):
+        assert torch.equal(a.coef, b.coef)
+        assert torch.equal(a.threshold, b.threshold)
+        assert same(a.state, b.state)
+
+
+def test_a_constant_warm_up_of_zclip_holds_the_norm() -> None:
+    """As its documentation warns."""
+    decisions = run(ZClip(warmup=3, max_norm=None), [2.0] * 3 + [4.0] * 50)
+    assert all(d.threshold.item() == pytest.approx(2.0, rel=1e-9) for d in decisions[3:])
 
 
 @pytest.mark.parametrize("what", ["warmup of AdaGC", "warmup of ZClip", "warmup of LogZ", "window"])

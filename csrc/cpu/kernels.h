@@ -4,12 +4,9 @@
 #include <cstdint>
 
 #include "../table.h"
+#include "../types.h"
 
 namespace fastclip::cpu {
-
-enum class Type : int32_t { kFloat, kBFloat16, kHalf, kDouble };
-constexpr int kTypes = 4;
-constexpr int64_t kTypeBytes[kTypes] = {4, 2, 2, 8};
 
 // Neither pointer needs any alignment. measure() adds n elements to the row; scale() multiplies
 // them by coef in float (double for kDouble) and rounds once.

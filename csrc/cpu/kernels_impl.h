@@ -15,7 +15,7 @@
 #include <arm_neon.h>
 #endif
 
-#include "half.h"
+#include "../half.h"
 #include "kernels.h"
 
 namespace fastclip::cpu {
@@ -200,10 +200,7 @@ struct Lanes {
       if constexpr (N == Norm::kSum || N == Norm::kSquares) {
         Sums wide[T::kWiden] = {};
         T::widen(N == Norm::kSum ? magnitude : bits, wide);
-        for (int w = 0; w < T::kWiden; ++w) {
-          if constexpr (N == Norm::kSquares) sums[k + w] += wide[w] * wide[w];
-          if constexpr (N == Norm::kSum) sums[k + w] += wide[w];
-        }
+        for (int w = 0; w < T::kWiden; ++w) sums[k + w] = add_power<N>(sums[k + w], wide[w]);
       }
     }
   }
@@ -256,12 +253,12 @@ __attribute__((noinline)) double wide_sum(const char* x, int64_t n) {
     T::widen(load<Vec<typename T::Bits>>(x + i * kSize<T>) & T::kMagnitude, floats);
     for (int w = 0; w < T::kWiden; ++w) {
       const Wide wide = __builtin_convertvector(floats[w], Wide);
-      sums[w] += N == Norm::kSquares ? wide * wide : wide;
+      sums[w] = add_power<N>(sums[w], wide);
     }
   }
   for (; i < n; ++i) {
     const double v = T::value(load_bits<T>(x, i) & T::kMagnitude);
-    sum += N == Norm::kSquares ? v * v : v;
+    sum = add_power<N>(sum, v);
   }
   for (const Wide& part : sums)
     for (int lane = 0; lane < kLanes; ++lane) sum += part[lane];
@@ -281,8 +278,9 @@ __attribute__((noinline)) void add_nonfinite(const char* x, int64_t n, int64_t z
     const Bits finite = magnitude < T::kNonFinite ? magnitude : Bits(0);
     largest = finite > largest ? finite : largest;
   }
-  const double power = N == Norm::kCount ? double(n - zeros) : nan > 0 ? NAN : HUGE_VAL;
-  combine(row, {power, double(T::value(largest)), double(nan), double(inf), double(zeros)}, N);
+  Row part = {0, double(T::value(largest)), double(nan), double(inf), double(zeros)};
+  part.power = power_of(part, double(n), N == Norm::kCount ? N : Norm::kMax);
+  combine(row, part, N);
 }
 
 template <class T, Norm N>
@@ -299,11 +297,9 @@ void measure_run(const char* x, int64_t n, Row& row) {
     if constexpr (kSummed && sizeof(typename T::Sum) == sizeof(float))
       if (block.largest != 0 && !(block.sum >= kSmallestSafeSum && block.sum <= DBL_MAX))
         block.sum = wide_sum<T, N>(start, length);
-    const double largest = double(T::value(block.largest));
-    const double power = kSummed             ? block.sum
-                         : N == Norm::kCount ? double(length - block.zeros)
-                                             : largest;
-    combine(row, {power, largest, 0, 0, double(block.zeros)}, N);
+    Row part = {block.sum, double(T::value(block.largest)), 0, 0, double(block.zeros)};
+    if constexpr (!kSummed) part.power = power_of(part, double(length), N);
+    combine(row, part, N);
   }
 }
 

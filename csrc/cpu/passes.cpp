@@ -1,5 +1,7 @@
 // The two passes over a gradient list: what is cut where, by whom it is run, and in which order the
 // parts are added up. Nothing here depends on the number of threads but who does the work.
+#include "passes.h"
+
 #include <algorithm>
 #include <atomic>
 
@@ -7,7 +9,7 @@
 #include <immintrin.h>
 #endif
 
-#include "pieces.h"
+#include "kernels.h"
 #include "strided.h"
 
 namespace fastclip::cpu {

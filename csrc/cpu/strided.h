@@ -5,7 +5,7 @@
 #include <cstdint>
 #include <cstring>
 
-#include "pieces.h"
+#include "../pieces.h"
 
 namespace fastclip::cpu {
 

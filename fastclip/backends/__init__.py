@@ -19,10 +19,10 @@ from fastclip.backends.contract import Backend as Backend
 from fastclip.backends.contract import Refused as Refused
 from fastclip.backends.contract import Unavailable as Unavailable
 
-_MODULES = {"reference": "reference", "cpu": "native", "triton": "triton"}
+_MODULES = {"reference": "reference", "cpu": "native", "triton": "triton", "cuda": "cuda"}
 
 # Per device type, best first; any other device has the reference alone.
-AUTOMATIC = {"cpu": ("cpu", "reference"), "cuda": ("triton", "reference")}
+AUTOMATIC = {"cpu": ("cpu", "reference"), "cuda": ("triton", "cuda", "reference")}
 
 WITHOUT_FLOAT64 = frozenset({"mps"})
 

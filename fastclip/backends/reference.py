@@ -24,7 +24,10 @@ def measure(grads: Sequence[Tensor], p: float, inv_scale: Tensor | None) -> Tens
     """The table of `grads`: dense or strided tensors, real or complex, on one device."""
     if not grads:
         return tables.empty(p, 0, torch.device("cpu"))
-    table = torch.stack([_row(grad, p) for grad in grads])
+    factor = None
+    if inv_scale is not None and p not in tables.SCALABLE:
+        factor = inv_scale.to(grads[0].device, torch.float64)
+    table = torch.stack([_row(grad, p, factor) for grad in grads])
     return tables.unscale(table, p, inv_scale)
 
 
@@ -59,16 +62,19 @@ def clip_(
     return clip_in_passes(measure, scale_, grads, p, max_norm, inv_scale, skip)
 
 
-def _row(grad: Tensor, p: float) -> Tensor:
-    rows = [_piece_row(_magnitude(piece), p) for piece in _pieces(grad) if piece.numel() > 0]
+def _row(grad: Tensor, p: float, factor: Tensor | None) -> Tensor:
+    """The row of a tensor, with POWER of its elements times `factor`."""
+    pieces = [_magnitude(piece) for piece in _pieces(grad) if piece.numel() > 0]
+    rows = [_piece_row(piece, p, factor) for piece in pieces]
     return tables.combine(torch.stack(rows), p) if rows else tables.empty(p, 1, grad.device)[0]
 
 
-def _piece_row(x: Tensor, p: float) -> Tensor:
+def _piece_row(x: Tensor, p: float, factor: Tensor | None) -> Tensor:
     """The row of real numbers, whose sign does not matter."""
+    power = _power(x, p, factor)
     largest, nan, inf = _extremes(x)
     zero = x.numel() - x.count_nonzero()
-    return torch.stack([part.to(torch.float64) for part in (_power(x, p), largest, nan, inf, zero)])
+    return torch.stack([part.to(torch.float64) for part in (power, largest, nan, inf, zero)])
 
 
 def _extremes(x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -82,12 +88,13 @@ def _extremes(x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     return finite.amax(), x.isnan().sum(), x.isinf().sum()
 
 
-def _power(x: Tensor, p: float) -> Tensor:
+def _power(x: Tensor, p: float, factor: Tensor | None) -> Tensor:
     if p in (1, 2):  # in float64 without a copy of x in it
         return torch.linalg.vector_norm(x, p, dtype=torch.float64) ** p
     if p == 0:
         return x.count_nonzero()
-    size = x.to(torch.float64).abs()
+    size = x.to(torch.float64)
+    size = size.abs() if factor is None else (size * factor).abs_()
     if math.isinf(p):
         return size.amax() if p > 0 else size.amin()
     return (size**p).sum()

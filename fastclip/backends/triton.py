@@ -54,8 +54,8 @@ import torch
 from torch import Tensor
 
 from fastclip import table as tables
-from fastclip.backends import reference
 from fastclip.backends.contract import Backend, Clipped, Unavailable, clip_in_passes
+from fastclip.backends.lists import measure_apart, scale_apart_
 from fastclip.backends.triton_plan import Grid, Group, Plan, Plans, in_memory, served
 
 OLDEST = (3, 4)
@@ -100,18 +100,17 @@ def provide() -> Backend:
 def measure(grads: Sequence[Tensor], p: float, inv_scale: Tensor | None) -> Tensor:
     """The table of `grads`; see `contract.Backend`."""
     result = quick_measure(grads, p, inv_scale)
-    return _measure_apart(grads, p, inv_scale) if result is None else result
+    if result is None:
+        result = measure_apart(
+            quick_measure, grads, _served(grads) if p in ORDERS else [], p, inv_scale
+        )
+    return result
 
 
 def scale_(grads: Sequence[Tensor], coef: Tensor) -> None:
     """Multiply in place; see `contract.Backend`."""
-    if quick_scale_(grads, coef):
-        return
-    coefs = coef.expand(len(grads)).unbind()
-    mine, rest = _split(grads)
-    for backend_scale_, rows in ((_scale_served_, mine), (reference.scale_, rest)):
-        if rows:
-            backend_scale_([grads[row] for row in rows], torch.stack([coefs[row] for row in rows]))
+    if not quick_scale_(grads, coef):
+        scale_apart_(quick_scale_, grads, _served(grads), coef)
 
 
 @torch.no_grad()
@@ -307,44 +306,15 @@ def _options(device: torch.device, cooperative: bool = False) -> dict[str, objec
     return {**options, "launch_cooperative_grid": True} if cooperative else options
 
 
-def _measure_apart(grads: Sequence[Tensor], p: float, inv_scale: Tensor | None) -> Tensor:
-    """Rows from the kernels where they serve, else from the reference."""
-    if not grads:
-        return tables.empty(p, 0, torch.device("cpu"))
-    mine, rest = _split(grads) if p in ORDERS else ([], list(range(len(grads))))
-    parts: dict[int, Tensor] = {}
-    for backend_measure, rows in ((_measure_served, mine), (reference.measure, rest)):
-        if rows:
-            part = backend_measure([grads[row] for row in rows], p, inv_scale)
-            parts |= zip(rows, part.unbind(), strict=True)
-    # Not by an index, which would have to be sent to the device.
-    return torch.stack([parts[row] for row in range(len(grads))])
-
-
-def _measure_served(grads: Sequence[Tensor], p: float, inv_scale: Tensor | None) -> Tensor:
-    table = quick_measure(grads, p, inv_scale)
-    if table is None:
-        raise RuntimeError("the gradients lie on more than one device")
-    return table
-
-
-def _scale_served_(grads: Sequence[Tensor], coef: Tensor) -> None:
-    if not quick_scale_(grads, coef):
-        raise RuntimeError("the gradients lie on more than one device")
-
-
-def _split(grads: Sequence[Tensor]) -> tuple[list[int], list[int]]:
-    """The rows that the kernels serve (of two at one address the first), and the others."""
-    mine: list[int] = []
-    rest: list[int] = []
+def _served(grads: Sequence[Tensor]) -> list[int]:
+    """The rows that the kernels serve; of two at one address the first."""
+    rows: list[int] = []
     seen: set[int] = set()
     for row, grad in enumerate(grads):
         if served(grad) and (grad.numel() == 0 or grad.data_ptr() not in seen):
             seen.add(grad.data_ptr())
-            mine.append(row)
-        else:
-            rest.append(row)
-    return mine, rest
+            rows.append(row)
+    return rows
 
 
 def _on(grad: Tensor) -> AbstractContextManager[object]:

@@ -1,4 +1,4 @@
-"""The commands behind `fastclip`: one module each, with `run(json: bool) -> int`.
+"""The commands behind `fastclip`: one module each, with `run(json: bool, ...) -> int`.
 
 What they share is here, and imports no torch.
 """

@@ -24,8 +24,13 @@ from fastclip.commands import print_json
 T = TypeVar("T")
 
 OPTIONAL = ("triton", "scikit-learn")
-VARIABLES = ("FASTCLIP_BACKEND", "FASTCLIP_BUILD", "FASTCLIP_CACHE", "FASTCLIP_SIMD")
-ALSO_READ = ("CXX", "MAX_JOBS", "OMP_NUM_THREADS", "TRITON_INTERPRET")
+VARIABLES = tuple(
+    f"FASTCLIP_{name}" for name in ("BACKEND", "BUILD", "BUILD_CUDA", "CACHE", "SIMD")
+)
+ALSO_READ = (
+    *("CUDA_HOME", "CXX", "MAX_JOBS", "OMP_NUM_THREADS"),
+    *("TORCH_CUDA_ARCH_LIST", "TRITON_INTERPRET"),
+)
 SIMD = ("avx", "avx2", "fma", "f16c", "avx512f", "avx512bw", "avx512vl", "avx512dq")
 SIMD_ARM = ("asimd", "asimdhp", "bf16", "sve", "sve2")
 
@@ -87,7 +92,9 @@ def collect() -> dict[str, Any]:
         "threads": probe.ask("threads", _threads),
         "simd_level": simd,
         "native_library": library,
+        "cuda_library": probe.ask("CUDA library", _cuda_library),
         "compiler": probe.ask("compiler", _compiler),
+        "cuda_compiler": probe.ask("CUDA compiler", _cuda_compiler),
         "gpu_support": probe.ask("GPU support", _gpu_support),
         "gpus": probe.ask("GPUs", _gpus),
         "backends": available,
@@ -179,6 +186,18 @@ def _compiler() -> str:
     return f"{command}: {(said.stdout.splitlines() or ['no version'])[0]}"
 
 
+def _cuda_compiler() -> str:
+    build = importlib.import_module("fastclip._build_cuda")
+    reason: str | None = build.missing_nvcc()
+    return f"none: {reason}" if reason else f"nvcc {build.version()}, {build.nvcc()}"
+
+
+def _cuda_library() -> str:
+    cuda = importlib.import_module("fastclip.backends.cuda")
+    usable = _available().get("cuda", "unknown") is None
+    return str(cuda.description() if usable else cuda.built_ahead())
+
+
 def _gpu_support() -> str:
     torch = importlib.import_module("torch")
     if torch.version.hip:
@@ -266,7 +285,9 @@ def _machine_lines(report: dict[str, Any]) -> list[str]:
         _entry("simd", f"{report['simd_level'] or 'none'} in use; the CPU has {features}"),
         _entry("gpu", f"{gpus} (this torch: {report['gpu_support'] or unknown})"),
         _entry("compiler", report["compiler"] or "unknown"),
+        _entry("cuda compiler", report["cuda_compiler"] or "unknown"),
         _entry("native", report["native_library"] or "not loaded"),
+        _entry("cuda", report["cuda_library"] or "unknown"),
         _entry("environment", ", ".join(variables) or "nothing set"),
     ]
 

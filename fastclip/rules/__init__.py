@@ -35,6 +35,7 @@ from fastclip.rules.contract import Measured as Measured
 from fastclip.rules.contract import Rule as Rule
 from fastclip.rules.contract import State as State
 from fastclip.rules.contract import UnsuitableGradient as UnsuitableGradient
+from fastclip.rules.contract import require_decision as require_decision
 from fastclip.rules.logz import LogZ as LogZ
 from fastclip.rules.max_norm import MaxNorm as MaxNorm
 from fastclip.rules.units import scale_units_ as scale_units_

@@ -1,12 +1,15 @@
 """A threshold per tensor, which follows its clipped norms."""
 
 import math
+import sys
 from dataclasses import dataclass
 from typing import ClassVar
 
 import torch
 
 from fastclip.rules.contract import Decision, Measured, State, keep, require, require_max_norm
+
+TINY = sys.float_info.min  # the smallest divisor, for a norm of 0 with an eps of 0
 
 
 @dataclass(frozen=True)
@@ -21,15 +24,15 @@ class AdaGC:
         else:               coef = 1,                          n' = n
         gamma = beta * gamma + (1 - beta) * n'
 
-    The steps of the authors' implementation (lishuai-97/AdaGC, arXiv 2502.11034), except that the
-    warm-up is counted per tensor: one that gets its first gradient late has its own, while the
-    others are clipped adaptively already.
+    The steps of the authors' implementation (lishuai-97/AdaGC, arXiv 2502.11034), but for two
+    things. The warm-up is counted per tensor: one that gets its first gradient late has its own,
+    while the others are clipped adaptively already. And a step in which a tensor's norm is exactly
+    0 does not count for its warm-up (LoRA's A in the first step, an expert without tokens):
+    its coefficient is 1, and count and gamma stay. There, gamma is 0 from then on, and the tensor
+    gets no gradient any more. For norms over 0 the results are theirs.
 
     The price of a steady threshold: gamma grows by at most a factor ``beta + (1 - beta) * ratio``
     a step, 1.0004 by default, so that a norm which doubles for good is held back for 1,733 steps.
-    And a tensor whose gradient is exactly 0 in a warm-up step (LoRA's A in the first one, an expert
-    without tokens) has gamma 0 from then on and gets no gradient any more, as with the authors: set
-    such a gradient to None, or take another rule.
 
     `threshold` is ``ratio * gamma``, and in warm-up `max_norm`, of the global norm, or infinity.
     State: gamma (float64) and count (int64), ``[n]``.
@@ -44,10 +47,10 @@ class AdaGC:
     per_tensor: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
-        require("ratio", self.ratio, "a number over 0", lambda x: x > 0)
+        require("ratio", self.ratio, "a finite number over 0", lambda x: x > 0)
         require("beta", self.beta, "a number of at least 0 and under 1", lambda x: 0 <= x < 1)
         require("warmup", self.warmup, "a whole number of at least 0", lambda x: x >= 0, whole=True)
-        require("eps", self.eps, "a number of at least 0", lambda x: x >= 0)
+        require("eps", self.eps, "a finite number of at least 0", lambda x: x >= 0)
         require_max_norm(self.max_norm)
 
     def init(self, n: int, device: torch.device) -> State:
@@ -60,10 +63,12 @@ class AdaGC:
         total, norms = measured.total, measured.norms
         gamma, count = state["gamma"], state["count"]
         warm, first = count < self.warmup, count == 0
-        usable = norms.isfinite()
+        idle = (warm | first) & (norms == 0)  # gamma would be 0 for good
+        usable = norms.isfinite() & ~idle
         share = torch.ones_like(total)
-        if self.max_norm is not None:
-            share = (self.max_norm / (total + self.eps)).clamp(max=1.0)
+        cap = math.inf if self.max_norm is None else self.max_norm
+        if cap < math.inf:
+            share = (cap / (total + self.eps).clamp(min=TINY)).clamp(max=1.0)
             usable &= ~warm | total.isfinite()  # without it a norm of another tensor gets in
 
         limit = self.ratio * torch.where(first, norms, gamma)
@@ -75,9 +80,8 @@ class AdaGC:
         shared = share * norms
         smallest = torch.where(first, shared, torch.minimum(gamma, shared))
         new = {"gamma": torch.where(warm, smallest, mean), "count": count + 1}
-        cap = math.inf if self.max_norm is None else self.max_norm
         return Decision(
-            torch.where(warm, share, coef),
+            torch.where(warm, share, coef).masked_fill(idle, 1.0),
             torch.where(warm, cap, limit),
             keep(usable, new, state),
         )

@@ -39,8 +39,8 @@ class AGC:
     per_tensor: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
-        require("clip_factor", self.clip_factor, "a number over 0", lambda x: x > 0)
-        require("eps", self.eps, "a number of at least 0", lambda x: x >= 0)
+        require("clip_factor", self.clip_factor, "a finite number over 0", lambda x: x > 0)
+        require("eps", self.eps, "a finite number of at least 0", lambda x: x >= 0)
 
     def init(self, n: int, device: torch.device) -> State:
         return {}

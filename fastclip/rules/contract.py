@@ -1,14 +1,14 @@
 """What a rule is, and what rules share."""
 
 import math
-from collections.abc import Callable, Sequence
-from numbers import Integral, Real
+from collections.abc import Sequence
 from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor
 
 from fastclip import table as tables
+from fastclip.checks import require as require
 
 State = dict[str, Tensor]
 
@@ -51,6 +51,15 @@ class Decision(NamedTuple):
             units,
         )
 
+    def nonfinite(self) -> Tensor:
+        """Whether a coefficient is NaN or infinite, 0-d bool, on the device of `coef`."""
+        found = _nonfinite(self.coef)
+        units = self.units or ()
+        for device in dict.fromkeys(part.device for part in units):
+            own = torch.cat([part for part in units if part.device == device])
+            found = found | _nonfinite(own).to(found.device)
+        return found
+
 
 class Rule(Protocol):
     """From norms to coefficients.
@@ -61,7 +70,8 @@ class Rule(Protocol):
 
     A norm that is NaN or infinite leaves the state bitwise as it was (its own row of the state, in
     a rule per tensor). The coefficient then is what the formula makes of it: what becomes of such
-    a step is not the rule's to say.
+    a step is not the rule's to say. One that is not finite although all elements are makes
+    ``nonfinite="skip"`` skip the step, and ``"error"`` raise.
     """
 
     @property
@@ -97,6 +107,56 @@ def bounded(
     return tables.coefficient(total, threshold), threshold
 
 
+def require_decision(rule: Rule, decision: object, measured: Measured, state: State) -> None:
+    """Raise unless `decision`, which `rule` has made of `measured` and `state`, is one in form.
+
+    Raises `TypeError` or `ValueError` that names the rule's class. Looks at no value.
+    """
+    kind = type(rule).__name__
+    if not isinstance(decision, Decision):
+        raise TypeError(f"{kind}.decide must return a Decision, got {type(decision).__name__}")
+    shape = measured.norms.shape if rule.per_tensor else measured.total.shape
+    like = measured.total.new_empty(()).expand(shape)
+    _require_like(f"the coef of {kind}", decision.coef, like)
+    _require_like(f"the threshold of {kind}", decision.threshold, like)
+    if not isinstance(decision.state, dict):
+        what = type(decision.state).__name__
+        raise TypeError(f"the state of {kind} must be a dict of Tensors, got {what}")
+    if decision.state.keys() != state.keys():
+        raise ValueError(
+            f"the state of {kind} must have the keys {sorted(state)}, got {sorted(decision.state)}"
+        )
+    for name, part in state.items():
+        _require_like(f"the state {name!r} of {kind}", decision.state[name], part)
+    if decision.units is None:
+        return
+    if not rule.per_tensor or len(decision.units) != len(measured.gradients):
+        raise ValueError(
+            f"the units of {kind} must be those of {len(measured.gradients)} gradients, from a "
+            f"rule with per_tensor = True, got {len(decision.units)} with {rule.per_tensor}"
+        )
+    for number, (part, gradient) in enumerate(zip(decision.units, measured.gradients, strict=True)):
+        units = len(gradient) if gradient.dim() > 1 else 1
+        like = torch.empty((), dtype=torch.float64, device=gradient.device).expand(units)
+        _require_like(f"the units of gradient {number} of {kind}", part, like)
+
+
+def _require_like(what: str, value: object, like: Tensor) -> None:
+    """Raise unless it is a Tensor of that dtype, shape and device."""
+    if not isinstance(value, Tensor) or value.dtype != like.dtype:
+        got = f"one of {value.dtype}" if isinstance(value, Tensor) else type(value).__name__
+        raise TypeError(f"{what} must be a Tensor of {like.dtype}, got {got}")
+    if value.shape != like.shape or value.device != like.device:
+        raise ValueError(
+            f"{what} must have shape {tuple(like.shape)} on {like.device}, got "
+            f"{tuple(value.shape)} on {value.device}"
+        )
+
+
+def _nonfinite(x: Tensor) -> Tensor:
+    return (x * 0).sum() != 0  # three operations, where isfinite().all() is seven
+
+
 def keep(usable: Tensor, new: State, old: State) -> State:
     """The new state where the step was `usable`, else the old one."""
     return {name: torch.where(usable, new[name], old[name]) for name in new}
@@ -108,18 +168,7 @@ def scalars(device: torch.device, *names: str, counts: Sequence[str] = ()) -> St
     return state | {name: torch.zeros((), dtype=torch.int64, device=device) for name in counts}
 
 
-def require(
-    name: str, value: object, what: str, holds: Callable[[float], bool], whole: bool = False
-) -> None:
-    """Raise unless `value` is a number, a `whole` one if need be, that `holds`; say `what` it must
-    be.
-    """
-    if isinstance(value, bool) or not isinstance(value, Integral if whole else Real):
-        raise TypeError(f"{name} must be {what}, got {value!r:.80}")
-    if not holds(float(value)):  # false for NaN
-        raise ValueError(f"{name} must be {what}, got {value!r:.80}")
-
-
 def require_max_norm(max_norm: object) -> None:
     if max_norm is not None:
-        require("max_norm", max_norm, "a number of at least 0 or None", lambda x: x >= 0)
+        what = "a number of at least 0 or None"
+        require("max_norm", max_norm, what, lambda x: x >= 0, infinite=True)

@@ -59,8 +59,8 @@ class LogZ:
     per_tensor: ClassVar[bool] = False
 
     def __post_init__(self) -> None:
-        require("k", self.k, "a number of at least 0", lambda x: x >= 0)
-        require("halflife", self.halflife, "a number over 0", lambda x: x > 0)
+        require("k", self.k, "a finite number of at least 0", lambda x: x >= 0)
+        require("halflife", self.halflife, "a number over 0", lambda x: x > 0, infinite=True)
         require("warmup", self.warmup, "a whole number of at least 2", lambda x: x >= 2, whole=True)
         require_max_norm(self.max_norm)
 

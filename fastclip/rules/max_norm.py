@@ -34,7 +34,7 @@ class MaxNorm:
                 raise ValueError(f"max_norm must have one element, got shape {shape}")
         elif not callable(self.max_norm):
             what = "a number of at least 0, a one-element Tensor or a function of the step"
-            require("max_norm", self.max_norm, what, lambda x: x >= 0)
+            require("max_norm", self.max_norm, what, lambda x: x >= 0, infinite=True)
 
     def init(self, n: int, device: torch.device) -> State:
         return {}
@@ -42,11 +42,13 @@ class MaxNorm:
     def limit(self, step: int) -> float | Tensor:
         """The threshold of that step: a checked number, or the 0-d Tensor."""
         if isinstance(self.max_norm, Tensor):
-            return self.max_norm.detach().reshape(())
+            # a copy: it comes back as stats.threshold, and this one may be changed
+            return self.max_norm.detach().to(torch.float64, copy=True).reshape(())
         if not callable(self.max_norm):
             return float(self.max_norm)
         value = self.max_norm(step)
-        require(f"max_norm at step {step}", value, "a number of at least 0", lambda x: x >= 0)
+        what = "a number of at least 0"
+        require(f"max_norm at step {step}", value, what, lambda x: x >= 0, infinite=True)
         return float(value)
 
     def decide(self, measured: Measured, state: State) -> Decision:

@@ -3,6 +3,7 @@
 A tensor of fewer than two dimensions is one unit.
 """
 
+import math
 from collections.abc import Iterator, Sequence
 
 import torch
@@ -14,10 +15,46 @@ from fastclip import table as tables
 PIECE = {"cpu": 1 << 16}
 PIECE_ELSEWHERE = 1 << 24
 
+WIDTHS = (32, 128)  # elements whose squares may be added in float32
+# A sum of squares below this norm's may have lost some to underflow; the one of this norm has lost
+# 128 * 2^-150 at most, 2^-51 of it.
+SMALLEST = 2.0**-46
+
 
 def unit_norms(x: Tensor) -> Tensor:
     """The 2-norm of each unit of a real tensor of any strides, float64 ``[units]``."""
     x = _by_unit(x)
+    short = _from_short_sums(x)
+    return _exact(x) if short is None else short
+
+
+def _from_short_sums(x: Tensor) -> Tensor | None:
+    """The norms from float32 sums of up to 128 squares, on the CPU, where torch adds these many
+    times as fast as in float64: in 8 lanes or more, so with 20 roundings at most, which a norm has
+    half of, 6e-7.
+
+    None for other layouts and devices, and where such a sum has left the range of float32.
+    """
+    if x.device.type != "cpu" or x.dtype in tables.WIDE or not x.is_contiguous():
+        return None
+    least, most = WIDTHS
+    width = math.gcd(math.prod(x.shape[1:]), most)
+    if width < least or x.numel() == 0:
+        return None
+    rows = x.view(-1, width)
+    parts = [rows] if x.dtype == torch.float32 else rows.split(PIECE["cpu"] // width)
+    sums = torch.cat([torch.linalg.vector_norm(part, 2, -1, dtype=torch.float32) for part in parts])
+    low, high = map(tables.peek, sums.aminmax())
+    if low is None or high is None or not high < math.inf:  # NaN too
+        return None
+    if low < SMALLEST:
+        not_zero = (rows.amax(-1) > 0) | (rows.amin(-1) < 0)
+        if tables.peek(((sums < SMALLEST) & not_zero).any()):
+            return None
+    return sums.view(len(x), -1).to(torch.float64).square_().sum(1).sqrt_()
+
+
+def _exact(x: Tensor) -> Tensor:
     pieces = list(_pieces(x))
     if len(pieces) == 1:
         return _norms(x)

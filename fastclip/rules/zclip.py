@@ -34,6 +34,10 @@ class ZClip:
     before clipping, only make mu and the (population) variance. `max_norm` caps the threshold, in
     warm-up too, and does not change what is remembered.
 
+    Norms that do not vary in warm-up, or are 0, leave sigma 0 and with it every later threshold at
+    mu: a larger norm is clipped to mu and remembered as mu, so that the norm is held there for
+    good. A run that may begin so wants a longer `warmup`, or another rule.
+
     The steps of the authors' implementation (bluorion-com/ZClip, arXiv 2504.02507) with its default
     options. As there, the coefficient is ``threshold / (N + 1e-6)`` where N is over the threshold,
     and in warm-up torch's ``min(1, max_norm / (N + 1e-6))``.
@@ -51,9 +55,9 @@ class ZClip:
 
     def __post_init__(self) -> None:
         require("alpha", self.alpha, "a number of at least 0 and under 1", lambda x: 0 <= x < 1)
-        require("z", self.z, "a number over 0", lambda x: x > 0)
+        require("z", self.z, "a finite number over 0", lambda x: x > 0)
         require("warmup", self.warmup, "a whole number of at least 1", lambda x: x >= 1, whole=True)
-        require("eps", self.eps, "a number over 0", lambda x: x > 0)
+        require("eps", self.eps, "a finite number over 0", lambda x: x > 0)
         require_max_norm(self.max_norm)
 
     def init(self, n: int, device: torch.device) -> State:
@@ -67,7 +71,7 @@ class ZClip:
         score = (total - mean) / (std + self.eps)
         score = score.nan_to_num(nan=math.inf, posinf=math.inf)  # a NaN is a spike
         spike = ~warm & (score > self.z)
-        limit = mean + self.z**2 * std / score
+        limit = mean + std * (self.z / score) * self.z  # z**2 may be beyond float64
         coef, threshold = bounded(total, spike, limit, self.max_norm)
         coef = torch.where(~warm & (total <= threshold), 1.0, coef)
 

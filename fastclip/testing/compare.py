@@ -91,8 +91,13 @@ def bitwise_equal(a: Tensor, b: Tensor) -> bool:
     if a.is_sparse:
         same = bool(torch.equal(a._indices(), b._indices()))
         return same and bitwise_equal(a._values(), b._values())
-    bits = [x.detach().cpu().resolve_conj().resolve_neg().contiguous().reshape(-1) for x in (a, b)]
-    return bool(torch.equal(*(x.view(torch.uint8) for x in bits)))
+    return bool(torch.equal(_bits(a), _bits(b)))
+
+
+def _bits(x: Tensor) -> Tensor:
+    # Into new memory: one element counts as contiguous with any stride, and view() wants stride 1.
+    copy = torch.empty(x.shape, dtype=x.dtype, device="cpu").copy_(x.detach())
+    return copy.reshape(-1).view(torch.uint8)
 
 
 def coefficient_error(actual: Tensor, expected: float, norm_share: float) -> float:

@@ -1,5 +1,7 @@
 // Drives the CPU kernels and passes without torch, so that one source also runs under the thread
 // sanitizer and on an emulated processor. Prints one line per failure and a summary.
+#include "cpu/kernels.h"
+
 #include <atomic>
 #include <cfloat>
 #include <cmath>
@@ -11,8 +13,8 @@
 #include <thread>
 #include <vector>
 
-#include "cpu/half.h"
-#include "cpu/pieces.h"
+#include "cpu/passes.h"
+#include "half.h"
 
 using namespace fastclip;
 using namespace fastclip::cpu;
@@ -154,7 +156,7 @@ void test_kernels(const std::string& level) {
         const std::string what = level + " type " + std::to_string(t) + " n " + std::to_string(n) +
                                  " kind " + std::to_string(kind);
         for (const Norm norm : kNorms) {
-          Row expected, row;
+          Row expected{}, row{};
           for (int64_t i = 0; i < n; ++i) add_element(expected, value(type, x + i * size), norm);
           kernels().measure[t](x, n, norm, row);
           check(close(row, expected), "measure " + what + " norm " + std::to_string(int(norm)));
@@ -222,7 +224,7 @@ void test_passes() {
 
   std::vector<Row> first(n), rows(n);
   measure(pieces, Norm::kSquares, {1, run_threads}, first.data());
-  Row expected;
+  Row expected{};
   for (int64_t r = 0; r < 500; ++r)
     for (int64_t c = 0; c < 400; ++c)
       add_element(expected, memory[size_t(r * 1000 + c * 2)], Norm::kSquares);

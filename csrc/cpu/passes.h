@@ -1,0 +1,27 @@
+// The two passes over a gradient list.
+#pragma once
+
+#include <cstdint>
+
+#include "../pieces.h"
+#include "../table.h"
+
+namespace fastclip::cpu {
+
+// Runs fn(ctx) on up to `workers` threads at once and returns when all have returned. Provided by
+// whoever links this: the operators use torch's pool, so that torch.set_num_threads holds.
+using Parallel = void (*)(int workers, void (*fn)(void*), void* ctx);
+
+struct Threads {
+  int count;
+  Parallel run;
+};
+
+// Fills rows[0 .. pieces.list.size()). The same bits for every number of threads.
+void measure(const Pieces& pieces, Norm norm, const Threads& threads, Row* rows);
+
+// Multiplies piece i by coefs[i * stride]; a coefficient that is 1 in the type of the product
+// writes nothing. Runs backwards through memory, to meet what measure() has left in the caches.
+void scale(const Pieces& pieces, const double* coefs, int64_t stride, const Threads& threads);
+
+}  // namespace fastclip::cpu

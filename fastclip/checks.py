@@ -1,0 +1,29 @@
+"""Refusals of wrong settings that several parts share. Imports no torch."""
+
+import math
+from collections.abc import Callable
+from numbers import Integral, Real
+
+LARGEST = 2**63  # what an int64 counter can be compared with is under it
+
+
+def require(
+    name: str,
+    value: object,
+    what: str,
+    holds: Callable[[float], bool],
+    whole: bool = False,
+    infinite: bool = False,
+) -> None:
+    """Raise unless `value` is a finite number, a `whole` one if need be, that `holds`; say `what`
+    it must be. It may be infinite too where `infinite` says so.
+    """
+    if isinstance(value, bool) or not isinstance(value, Integral if whole else Real):
+        raise TypeError(f"{name} must be {what}, got {value!r:.80}")
+    try:
+        number = float(value)
+    except OverflowError:  # an int, whose digits may be too many to be printed
+        raise ValueError(f"{name} must be {what}, got a number beyond float64") from None
+    fits = number < LARGEST if whole else infinite or not math.isinf(number)
+    if not (fits and holds(number)):  # false for NaN
+        raise ValueError(f"{name} must be {what}, got {value!r:.80}")

@@ -1,0 +1,96 @@
+"""The host tier: records of a run, detectors of what goes wrong, and the log of it.
+
+Nothing in here needs torch, and importing it does not import it: a log is replayed anywhere::
+
+    monitor = Monitor(sinks=[JSONL("run.jsonl")])
+    events = monitor.observe(step=step, loss=loss, stats=stats)  # in the training loop
+    events = Monitor().replay("run.jsonl")  # the same again, later
+
+One's own detector is a class with two methods: `init` gives a state, and a call makes of a state
+and a record the next state and a list of events. States are plain immutable data; the Monitor saves
+them under `kind` and `metric`, and fills in the onset of events. This one tells when the loss has
+not improved for 1,000 records, and every 1,000 after that::
+
+    class Plateau:
+        kind, metric = "plateau", "loss"
+
+        def init(self):
+            return math.inf, 0  # the best loss, and records since
+
+        def __call__(self, state, record):
+            best, since = state
+            if record.loss is not None and record.loss < best:  # false for NaN
+                return (record.loss, 0), []
+            if (since + 1) % 1000:
+                return (best, since + 1), []
+            text = f"no loss below {best:.4g} for {since + 1} records"
+            event = Event(record.step, self.kind, "info", self.metric, best, message=text)
+            return (best, since + 1), [event]
+
+    monitor = Monitor([*default_detectors(), Plateau()])
+"""
+
+from importlib import import_module
+
+TYPE_CHECKING = False
+
+if TYPE_CHECKING:
+    from fastclip.monitor.calibration import Calibration as Calibration
+    from fastclip.monitor.calibration import suggest_max_norm as suggest_max_norm
+    from fastclip.monitor.detectors import ClipRate as ClipRate
+    from fastclip.monitor.detectors import Detector as Detector
+    from fastclip.monitor.detectors import Drift as Drift
+    from fastclip.monitor.detectors import LossScaleDrop as LossScaleDrop
+    from fastclip.monitor.detectors import NonFinite as NonFinite
+    from fastclip.monitor.detectors import RobustSpike as RobustSpike
+    from fastclip.monitor.detectors import Spike as Spike
+    from fastclip.monitor.detectors import Sustained as Sustained
+    from fastclip.monitor.detectors import default_detectors as default_detectors
+    from fastclip.monitor.log import JSONL as JSONL
+    from fastclip.monitor.monitor import Monitor as Monitor
+    from fastclip.monitor.monitor import Sink as Sink
+    from fastclip.monitor.records import Event as Event
+    from fastclip.monitor.records import LayerRow as LayerRow
+    from fastclip.monitor.records import StepRecord as StepRecord
+
+__all__ = [
+    "JSONL",
+    "Calibration",
+    "ClipRate",
+    "Detector",
+    "Drift",
+    "Event",
+    "LayerRow",
+    "LossScaleDrop",
+    "Monitor",
+    "NonFinite",
+    "RobustSpike",
+    "Sink",
+    "Spike",
+    "StepRecord",
+    "Sustained",
+    "default_detectors",
+    "suggest_max_norm",
+]
+
+_HOME = {
+    **dict.fromkeys(("Calibration", "suggest_max_norm"), "calibration"),
+    **dict.fromkeys(("ClipRate", "LossScaleDrop", "NonFinite", "RobustSpike"), "detectors"),
+    **dict.fromkeys(("Drift", "Spike", "Sustained", "Detector", "default_detectors"), "detectors"),
+    **dict.fromkeys(("Event", "LayerRow", "StepRecord"), "records"),
+    **dict.fromkeys(("Monitor", "Sink"), "monitor"),
+    "JSONL": "log",
+}
+
+if not TYPE_CHECKING:  # a type checker would take __getattr__ to mean that every name exists
+
+    def __getattr__(name: str) -> object:
+        if name not in _HOME:
+            raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+        value = getattr(import_module(f"fastclip.monitor.{_HOME[name]}"), name)
+        globals()[name] = value  # the next access does not come through here
+        return value
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

@@ -1,0 +1,96 @@
+"""A clipping threshold from the gradient norms of a healthy run."""
+
+import math
+from bisect import bisect_right
+from collections.abc import Iterable, Sequence
+from typing import NamedTuple
+
+from fastclip.checks import require
+from fastclip.monitor.robust import median
+
+FEWEST_CLIPPED = 10  # norms that have to be above the threshold for it to mean something
+MAX_DRIFT = 2.0  # beyond this factor between early and late norms no fixed threshold fits both
+RATES = (0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5)
+
+
+class Calibration(NamedTuple):
+    """A threshold and how much can be made of it.
+
+    `max_norm`; `clip_rate`, the share of the norms above it; `samples`, how many norms there were;
+    `drift`, the median norm of the second half over that of the first; `warnings`, sentences.
+    """
+
+    max_norm: float
+    clip_rate: float
+    samples: int
+    drift: float
+    warnings: tuple[str, ...]
+
+
+def suggest_max_norm(norms: Iterable[float | None], clip_rate: float = 0.01) -> Calibration:
+    """The smallest threshold that clips no more than `clip_rate` of a healthy run's steps.
+
+    >>> suggest_max_norm(record.grad_norm for record in JSONL("run.jsonl")).max_norm
+
+    `norms`: gradient norms before clipping, in the order of the steps; missing and non-finite ones
+    are left out. Raises `ValueError` for a `clip_rate` outside (0, 1), and for fewer than
+    ``10 / clip_rate`` norms: a share of them cannot be told from chance.
+    """
+    require("clip_rate", clip_rate, "a share over 0 and under 1", lambda x: 0 < x < 1)
+    kept = _usable(norms)
+    needed = math.ceil(FEWEST_CLIPPED / clip_rate)
+    if len(kept) < needed:
+        raise ValueError(
+            f"a clip rate of {clip_rate:g} needs at least {needed} gradient norms, got {len(kept)}"
+        )
+    ordered = sorted(kept)
+    max_norm = _threshold(ordered, clip_rate)
+    drift = _drift(kept)
+    reached = _share_above(ordered, max_norm)
+    return Calibration(max_norm, reached, len(kept), drift, _warnings(max_norm, drift))
+
+
+def _threshold(ordered: Sequence[float], clip_rate: float) -> float:
+    """The smallest of ascending `ordered` with no more than the share `clip_rate` above it."""
+    above = int(clip_rate * len(ordered)) + 1
+    while above / len(ordered) > clip_rate:  # the product may be off by a rounding
+        above -= 1
+    return ordered[len(ordered) - 1 - above]
+
+
+def clip_rates(norms: Iterable[float | None]) -> list[tuple[float, float]]:
+    """The curve of clip rate against threshold: pairs of a threshold and the share of `norms` above
+    it, for those of `RATES` that so many norms can tell.
+    """
+    ordered = sorted(_usable(norms))
+    rates = [rate for rate in RATES if len(ordered) >= FEWEST_CLIPPED / rate]
+    thresholds = [_threshold(ordered, rate) for rate in rates]
+    return [(max_norm, _share_above(ordered, max_norm)) for max_norm in thresholds]
+
+
+def _usable(norms: Iterable[float | None]) -> list[float]:
+    return [norm for norm in norms if norm is not None and math.isfinite(norm)]
+
+
+def _share_above(ordered: Sequence[float], max_norm: float) -> float:
+    return (len(ordered) - bisect_right(ordered, max_norm)) / len(ordered)
+
+
+def _drift(norms: Sequence[float]) -> float:
+    half = len(norms) // 2
+    early, late = median(sorted(norms[:half])), median(sorted(norms[half:]))
+    if early == late:
+        return 1.0
+    return late / early if early else math.inf
+
+
+def _warnings(max_norm: float, drift: float) -> tuple[str, ...]:
+    found = []
+    if not 1 / MAX_DRIFT <= drift <= MAX_DRIFT:
+        found.append(
+            f"the median norm of the second half is {drift:.3g} times that of the first: no fixed "
+            "threshold fits both; an adaptive rule such as fastclip.rules.LogZ() follows the norm"
+        )
+    if max_norm == 0:
+        found.append("a threshold of 0 makes every gradient 0: most of these norms are 0")
+    return tuple(found)

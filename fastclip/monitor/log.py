@@ -1,0 +1,142 @@
+"""The log of a run: JSON, one record a line, only ever added to."""
+
+import json
+import math
+import os
+import warnings
+import weakref
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from pathlib import Path
+from typing import Any, BinaryIO
+
+from fastclip.monitor.records import METRICS, NAMES, Event, LayerRow, StepRecord, make_record
+
+TAIL = 1 << 16  # bytes read at first to find the last record
+_SPECIAL = {"nan": math.nan, "inf": math.inf, "-inf": -math.inf}
+_FLOATS = frozenset(METRICS)
+_KNOWN = frozenset(NAMES)
+
+
+class JSONL:
+    """A log file: the sink that adds to it, and the way to read it back.
+
+    >>> for record in JSONL("run.jsonl"): ...
+
+    Every line is one strict JSON object: the fields of a `StepRecord` that are not None. NaN and
+    infinities are the strings "nan", "inf" and "-inf", and floats survive bit for bit. The file is
+    opened at the first `write` and made if it is not there; what it has stays, and a last line
+    without its end is ended first.
+
+    Iterating gives the records in order. A line that is not one, such as the last one of a process
+    that was killed, is skipped with a `UserWarning`; unknown keys and blank lines are nothing.
+    """
+
+    def __init__(self, path: str | os.PathLike[str]) -> None:
+        self.path = Path(path)
+        self._file: int | None = None  # open for appending
+        self._torn = False  # the last line lacks its end
+
+    def write(self, record: StepRecord, events: list[Event]) -> None:
+        """Add the record as one line; events are what `Monitor.replay` makes of it again.
+
+        The line is the operating system's when this returns: a killed process loses nothing of it.
+        """
+        line = encode(record)
+        if self._file is None:
+            self._file = self._opened()
+        if self._torn:
+            line = b"\n" + line
+        self._torn = True  # until all of it is written: a full disk may take a part
+        while line:
+            line = line[os.write(self._file, line) :]
+        self._torn = False
+
+    def _opened(self) -> int:
+        # O_APPEND: a write is one system call that adds at the end, wherever that then is.
+        file = os.open(self.path, os.O_RDWR | os.O_APPEND | os.O_CREAT, 0o666)
+        weakref.finalize(self, os.close, file)
+        if os.lseek(file, 0, os.SEEK_END):
+            os.lseek(file, -1, os.SEEK_END)
+            self._torn = os.read(file, 1) != b"\n"
+        return file
+
+    def __iter__(self) -> Iterator[StepRecord]:
+        def warn(line: int, reason: str) -> None:
+            text = f"{self.path}, line {line}: skipped, for it is not a record: {reason}"
+            warnings.warn(text, UserWarning, stacklevel=4)
+
+        with self.path.open("rb") as file:
+            yield from records(file, warn)
+
+    def last(self) -> StepRecord | None:
+        """The last record; None without a file, or without a record in it."""
+        try:
+            file = self.path.open("rb")
+        except FileNotFoundError:
+            return None
+        with file:
+            return _last(file)
+
+
+def records(lines: Iterable[bytes], skipped: Callable[[int, str], object]) -> Iterator[StepRecord]:
+    """The records among `lines`; `skipped` is told the number and the fault of every other one."""
+    for number, line in enumerate(lines, 1):
+        if line.isspace():
+            continue
+        try:
+            record = decode(line)
+        except json.JSONDecodeError as error:
+            skipped(number, f"{error.msg} (character {error.pos + 1})")
+        except (TypeError, ValueError, RecursionError) as error:
+            skipped(number, str(error))
+        else:
+            yield record
+
+
+def encode(record: StepRecord) -> bytes:
+    """The line of a record, newline included. `TypeError` if `batch` is not of what JSON has."""
+    values = {
+        name: value if type(value) is float and math.isfinite(value) else _strict(value)
+        for name in NAMES
+        if (value := getattr(record, name)) is not None
+    }
+    return json.dumps(values, allow_nan=False, separators=(",", ":")).encode() + b"\n"
+
+
+def _strict(value: Any) -> Any:
+    if isinstance(value, float) and not math.isfinite(value):
+        return str(value)
+    if isinstance(value, LayerRow):
+        value = {name: item for name, item in value._asdict().items() if item is not None}
+    if isinstance(value, Mapping):
+        return {key: _strict(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [_strict(item) for item in value]
+    return value
+
+
+def decode(line: bytes) -> StepRecord:
+    """The record of a line. `TypeError` or `ValueError` with the reason if it is none."""
+    values = json.loads(line.decode())
+    if not isinstance(values, dict):
+        raise TypeError(f"it is a {type(values).__name__}, not an object")
+    fields = {name: value for name, value in values.items() if name in _KNOWN}
+    for name, value in fields.items():
+        if type(value) is str and name in _FLOATS and value in _SPECIAL:
+            fields[name] = _SPECIAL[value]
+    return make_record(fields)
+
+
+def _last(file: BinaryIO) -> StepRecord | None:
+    end = file.seek(0, os.SEEK_END)
+    size = TAIL
+    while True:
+        start = max(0, end - size)
+        file.seek(start)
+        lines = file.read(end - start).split(b"\n")
+        for line in reversed(lines if start == 0 else lines[1:]):  # the first may be cut
+            for record in records([line], lambda number, reason: None):
+                return record
+        if start == 0:
+            return None
+        size *= 2

@@ -1,0 +1,25 @@
+"""What one would call one thing is one incident."""
+
+from fastclip.monitor import Event
+from fastclip.monitor.incidents import Incident, incidents
+from fastclip.monitor.records import Level
+
+
+def event(step: int, onset: int, kind: str = "spike", level: Level = "warn") -> Event:
+    return Event(step, kind, level, "loss", 1.0, 1.0, onset, "loss", f"{kind} at {step}")
+
+
+def test_events_close_together_or_of_one_onset_are_one() -> None:
+    events = [
+        *(event(5, 5), event(5, 5, "drift"), event(7, 7), event(40, 7, "sustained", "critical")),
+        *(event(41, 7), event(60, 60), event(10, 10)),
+    ]
+    assert incidents(events, gap=2) == [
+        Incident(
+            *(5, 41, 5, "loss", "critical", ("spike", "drift", "sustained"), 5),
+            "sustained at 40",
+        ),
+        Incident(60, 60, 60, "loss", "warn", ("spike",), 1, "spike at 60"),
+        Incident(10, 10, 10, "loss", "warn", ("spike",), 1, "spike at 10"),
+    ]
+    assert incidents([], gap=2) == []
