@@ -66,6 +66,7 @@ def draw(curves: dict[str, Curve]) -> Any:
     left.set_ylabel("validation loss (nats per character)")
     right.set_title("Against the same run with a sound batch", fontsize=10)
     right.set_ylabel("additional validation loss (nats per character)")
+    right.set_xlim(-5, LAST_CLOSE_UP)
     right.set_ylim(*CLOSE_UP)
     for axes in (left, right):
         axes.axvline(0, color="#999999", linewidth=0.8, linestyle=":")
