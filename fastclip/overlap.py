@@ -6,8 +6,8 @@ comes, a row is used if the stamp still fits; whatever else there is goes throug
 The result is that of `passes.measure`: bit by bit in the backends ``reference`` and ``cpu`` (below
 2**29 elements in all), elsewhere up to the order in which float64 numbers are added.
 
-Measure before use: on one thread of a Zen 4, with hooks backward and clip took 3 % longer for a small
-GPT, 10 % for an MLP. A hook reads 4 MiB in 0.12 ms, the step in 0.19; Python around it takes 0.1.
+Measure before use: on one thread of a Zen 4, with hooks backward and clip took 3 % longer for a
+small GPT, 10 % for an MLP. A hook reads 4 MiB in 0.12 ms, the step in 0.19; Python around it: 0.1.
 
 Some writes leave no mark on a tensor: by ``GradScaler.unscale_``, a fused optimizer, a collective,
 through ``.data`` or numpy. So a few elements of each gradient, spread over it, are kept and
