@@ -6,6 +6,9 @@ comes, a row is used if the stamp still fits; whatever else there is goes throug
 The result is that of `passes.measure`: bit by bit in the backends ``reference`` and ``cpu`` (below
 2**29 elements in all), elsewhere up to the order in which float64 numbers are added.
 
+Measure before use: on one thread of a Zen 4, with hooks backward and clip took 3 % longer for a
+small GPT, 10 % for an MLP. A hook reads 4 MiB in 0.12 ms, the step in 0.19; Python around it: 0.1.
+
 Some writes leave no mark on a tensor: by ``GradScaler.unscale_``, a fused optimizer, a collective,
 through ``.data`` or numpy. So a few elements of each gradient, spread over it, are kept and
 compared as well, with one more that is finite and not 0, if there is any: a multiplication of the
@@ -28,8 +31,7 @@ With a loss scale, norms of orders other than 0, 1, 2 and inf are measured by th
 of the scaled elements, which a hook sees, may overflow.
 
 Streams: a hook runs on the stream on which the gradient was accumulated, and the end of backward
-makes the caller's stream wait for that one. The code for other devices than the CPU has not run on
-one.
+makes the caller's stream wait for that one. On other devices than the CPU this has not been run.
 """
 
 import warnings
@@ -49,9 +51,7 @@ from fastclip import table as tables
 from fastclip.backends import Backend
 from fastclip.gradients import Gradients, Listed, Row
 
-# Bytes from which on a gradient is worth a hook. On a CPU (Zen 4) the hook, its record and the
-# check cost 30 us beside the read itself, in which time memory hands over half a MiB.
-LEAST = {"cpu": 1 << 20}
+LEAST = {"cpu": 1 << 20}  # bytes of a gradient that gets a hook
 LEAST_ELSEWHERE = 1 << 20
 
 _PLAIN = (Tensor, torch.nn.Parameter)

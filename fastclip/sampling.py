@@ -1,5 +1,7 @@
 """A few elements of a gradient, by which `overlap` notices writes that leave no mark on it."""
 
+import cmath
+
 import torch
 from torch import Tensor
 
@@ -20,7 +22,8 @@ def telling(elements: Tensor) -> Tensor:
 
 def place(gradient: Tensor) -> Tensor | None:
     """Of an element where a multiplication shows, if there is one; None if `spread` has one."""
-    if gradient.device.type == "cpu" and telling(spread(gradient)).any():
+    # As numbers: after a layer's backward each operator costs 10 us and more, this 4 in all.
+    if gradient.device.type == "cpu" and any(map(_tells, spread(gradient).tolist())):
         return None
     memory = gradient.as_strided((gradient.numel(),), (1,))
     start, stop = _narrowed(memory) if gradient.device.type == "cpu" else (0, len(memory))
@@ -30,19 +33,27 @@ def place(gradient: Tensor) -> Tensor | None:
     return shows.view(torch.uint8).argmax(0, keepdim=True) + start
 
 
+def _tells(number: complex) -> bool:
+    return number != 0 and cmath.isfinite(number)
+
+
 def _narrowed(memory: Tensor) -> tuple[int, int]:
-    """A short range with an element other than 0, if there is one, by halving: at most one
-    read. `telling` of all, 1.3 million zeros and one other, took 8.9 ms on one thread, this 0.4."""
+    """A short range with an element other than 0, if there is one: twice as much is looked at each
+    time until there is, then half of that. `telling` of all, 1.3 million zeros and one other, took
+    8.9 ms on one thread, this 0.4."""
     numbers = torch.view_as_real(memory) if memory.is_complex() else memory
-    start, stop = 0, len(memory)
+    start, stop = 0, min(BLOCK, len(memory))
+    while stop < len(memory) and _zeros(numbers[start:stop]):
+        start, stop = stop, min(3 * stop - 2 * start, len(memory))
     while stop - start > BLOCK:
         middle = (start + stop) // 2
-        low, high = numbers[start:middle].aminmax()
-        if low != 0 or high != 0:
-            stop = middle
-        else:
-            start = middle
+        start, stop = (middle, stop) if _zeros(numbers[start:middle]) else (start, middle)
     return start, stop
+
+
+def _zeros(numbers: Tensor) -> bool:
+    low, high = numbers.aminmax()
+    return not (low.item() or high.item())  # a NaN is something else
 
 
 def sample(gradient: Tensor, place: Tensor | None) -> Tensor:
