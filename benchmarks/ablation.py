@@ -24,8 +24,8 @@ from torch import Tensor
 from torch.nn import functional as F
 
 import fastclip
-from benchmarks import machine
 from benchmarks.gpt import GPT
+from fastclip.benchmarking import machine
 from fastclip.rules import AGC, AdaGC, AutoClip, LogZ, MaxNorm, Rule, ZClip
 
 RESULTS = Path(__file__).parent / "results"

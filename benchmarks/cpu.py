@@ -12,13 +12,13 @@ from typing import TextIO
 import torch
 
 import fastclip
-from benchmarks import machine, memory, report
-from benchmarks.contest import FULL, QUICK
-from benchmarks.memory import DTYPES, MemoryResult
 from benchmarks.rows import ROWS
-from benchmarks.runner import Result, run
 from fastclip import backends
 from fastclip.backends import native
+from fastclip.benchmarking import machine, memory, report
+from fastclip.benchmarking.contest import FULL, QUICK
+from fastclip.benchmarking.memory import DTYPES, MemoryResult
+from fastclip.benchmarking.runner import Result, run
 
 MEMORY_ROWS = [f"memory-{dtype}" for dtype in DTYPES]
 NAMES = [*(row.name for row in ROWS), *MEMORY_ROWS]

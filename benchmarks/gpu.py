@@ -25,9 +25,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from benchmarks.machine import describe
-from benchmarks.workloads import gpt2_small
 from fastclip import backends
+from fastclip.benchmarking.machine import describe
+from fastclip.benchmarking.workloads import gpt2_small
 
 BACKENDS = ("triton", "cuda")
 SECONDS = 420  # then no further row is begun

@@ -8,9 +8,9 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import fastclip
-from benchmarks.contest import OURS, Contest, Row, Size
 from benchmarks.gpt import GPT
-from benchmarks.measure import Side
+from fastclip.benchmarking.contest import OURS, Contest, Row, Size
+from fastclip.benchmarking.measure import Side
 
 VOCABULARY = 8192
 MAX_NORM = 1e9  # nothing is clipped: to measure is all that hooks can save

@@ -21,8 +21,8 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from benchmarks import machine
 from fastclip.backends.triton_plan import Grid, Plans
+from fastclip.benchmarking import machine
 
 COUNTS = (1, 10, 100, 148, 500, 1000, 2000, 5000)
 GRID = Grid(528)  # an H200's

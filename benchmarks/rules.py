@@ -13,9 +13,9 @@ import torch
 from torch import Tensor
 
 import fastclip
-from benchmarks.contest import OURS, Contest, Row, Size
-from benchmarks.measure import Side
-from benchmarks.workloads import Clip, clip
+from fastclip.benchmarking.contest import OURS, Contest, Row, Size
+from fastclip.benchmarking.measure import Side
+from fastclip.benchmarking.workloads import Clip, clip
 from fastclip.rules import AGC, AdaGC, AutoClip, LogZ, Rule, ZClip
 from tests import reference_rules as reference
 

@@ -9,15 +9,30 @@ from pathlib import Path
 import pytest
 import torch
 
-from benchmarks import cpu, memory
-from benchmarks.contest import OURS, QUICK, Row
-from benchmarks.machine import Idleness
-from benchmarks.measure import Side, Spread, interleave, paired_ratios, rounds_for, spread
-from benchmarks.memory import MemoryResult
-from benchmarks.report import HEADER, WIDTH, line
+from benchmarks import cpu
 from benchmarks.rows import ROWS
-from benchmarks.runner import Result, least_seconds, run
-from benchmarks.workloads import Clip, clip, gpt2_small, gradients, many, plain_statistics
+from fastclip.benchmarking import memory
+from fastclip.benchmarking.contest import OURS, QUICK, Row
+from fastclip.benchmarking.machine import Idleness
+from fastclip.benchmarking.measure import (
+    Side,
+    Spread,
+    interleave,
+    paired_ratios,
+    rounds_for,
+    spread,
+)
+from fastclip.benchmarking.memory import MemoryResult
+from fastclip.benchmarking.report import HEADER, WIDTH, line
+from fastclip.benchmarking.runner import Result, least_seconds, run
+from fastclip.benchmarking.workloads import (
+    Clip,
+    clip,
+    gpt2_small,
+    gradients,
+    many,
+    plain_statistics,
+)
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 SMALL = [(300, 7), (65,), (1,)]
@@ -66,7 +81,7 @@ def test_rounds_alternate_and_untimed_parts_surround_each_call() -> None:
 
 def test_preparation_and_checks_are_not_timed(monkeypatch: pytest.MonkeyPatch) -> None:
     clock = [0.0]
-    monkeypatch.setattr("benchmarks.measure.time.perf_counter", lambda: clock[0])
+    monkeypatch.setattr("fastclip.benchmarking.measure.time.perf_counter", lambda: clock[0])
 
     def takes(seconds: float) -> None:
         clock[0] += seconds

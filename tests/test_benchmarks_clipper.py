@@ -6,10 +6,11 @@ import pytest
 import torch
 
 import fastclip
-from benchmarks import clipper, overlap, rules
-from benchmarks.contest import OURS, QUICK
-from benchmarks.measure import Side, interleave
-from benchmarks.workloads import clip
+from benchmarks import overlap, rules
+from fastclip.benchmarking import clipper
+from fastclip.benchmarking.contest import OURS, QUICK
+from fastclip.benchmarking.measure import Side, interleave
+from fastclip.benchmarking.workloads import clip
 from tests.backward import n_hooks
 
 

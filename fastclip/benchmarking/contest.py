@@ -3,8 +3,8 @@
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from benchmarks.measure import Side
-from benchmarks.workloads import Shape, gpt2_small
+from fastclip.benchmarking.measure import Side
+from fastclip.benchmarking.workloads import Shape, gpt2_small
 
 OURS = "fastclip"
 

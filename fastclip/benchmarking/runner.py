@@ -6,8 +6,15 @@ from time import perf_counter
 
 import torch
 
-from benchmarks.contest import OURS, Contest, Row, Size
-from benchmarks.measure import Side, Spread, interleave, paired_ratios, rounds_for, spread
+from fastclip.benchmarking.contest import OURS, Contest, Row, Size
+from fastclip.benchmarking.measure import (
+    Side,
+    Spread,
+    interleave,
+    paired_ratios,
+    rounds_for,
+    spread,
+)
 
 READS = ("read by sum", "read by aminmax")
 WRITE = "multiply in place"

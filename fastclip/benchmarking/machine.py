@@ -10,6 +10,8 @@ from pathlib import Path
 
 import torch
 
+import fastclip
+
 STAT = Path("/proc/stat")
 BUSY_CORES = 0.15  # an idle machine shows 0.00 - 0.05
 SLOW_REGION_US = 500.0  # a parallel region takes about 20 us on idle cores, 8000 beside a busy one
@@ -116,9 +118,12 @@ def region_us(repeats: int = 300) -> float:
 
 
 def _commit() -> str:
-    """The short hash, marked when tracked files differ from it."""
+    """The short hash, marked when tracked files differ from it; of an installed fastclip, which
+    may lie in somebody else's repository, the version."""
     command = ["git", "describe", "--always", "--dirty", "--exclude", "*"]
-    here = Path(__file__).parent
+    here = Path(__file__).parents[2]
+    if not (here / "csrc").is_dir():
+        return f"fastclip {fastclip.__version__}"
     try:
         done = subprocess.run(command, cwd=here, capture_output=True, text=True, check=True)
     except (OSError, subprocess.CalledProcessError):

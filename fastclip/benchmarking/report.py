@@ -6,9 +6,9 @@ from collections.abc import Iterable
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from benchmarks.machine import Idleness, Machine
-from benchmarks.memory import MemoryResult
-from benchmarks.runner import Result
+from fastclip.benchmarking.machine import Idleness, Machine
+from fastclip.benchmarking.memory import MemoryResult
+from fastclip.benchmarking.runner import Result
 
 WIDTH = 100
 VERDICTS = {True: "ok", False: "below", None: ""}

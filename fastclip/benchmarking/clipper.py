@@ -14,9 +14,9 @@ from torch import Tensor
 from torch.optim import SGD, AdamW
 
 import fastclip
-from benchmarks.contest import OURS, Contest, Row, Size
-from benchmarks.measure import Side
-from benchmarks.workloads import Clip, clip, gradients, require_right
+from fastclip.benchmarking.contest import OURS, Contest, Row, Size
+from fastclip.benchmarking.measure import Side
+from fastclip.benchmarking.workloads import Clip, clip, gradients, require_right
 
 LOSS_SCALE = 1024.0
 

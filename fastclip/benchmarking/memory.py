@@ -20,8 +20,8 @@ from pathlib import Path
 import torch
 
 import fastclip
-from benchmarks.contest import FULL, QUICK, Size
-from benchmarks.workloads import Clip, clip
+from fastclip.benchmarking.contest import FULL, QUICK, Size
+from fastclip.benchmarking.workloads import Clip, clip
 
 CLEAR_REFS = Path("/proc/self/clear_refs")
 STATUS = Path("/proc/self/status")
@@ -63,12 +63,19 @@ def extra_bytes(call: Callable[[], object]) -> int:
 
 def run_in_child(dtype: str, threads: int, backend: str | None, quick: bool) -> MemoryResult:
     """Measures one dtype in a fresh process."""
-    command = [sys.executable, "-m", "benchmarks.memory", dtype, "--threads", str(threads)]
+    command = [
+        sys.executable,
+        "-m",
+        "fastclip.benchmarking.memory",
+        dtype,
+        "--threads",
+        str(threads),
+    ]
     if backend is not None:
         command += ["--backend", backend]
     if quick:
         command.append("--quick")
-    root = Path(__file__).resolve().parent.parent
+    root = Path(__file__).resolve().parents[2]  # where `fastclip` is found
     done = subprocess.run(command, cwd=root, capture_output=True, text=True, check=False)
     if done.returncode:
         raise RuntimeError(f"measuring memory for {dtype} failed:\n{done.stderr.strip()}")
@@ -112,7 +119,9 @@ def _status_kib(field: str) -> int:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.memory", description=__doc__)
+    parser = argparse.ArgumentParser(
+        prog="python -m fastclip.benchmarking.memory", description=__doc__
+    )
     parser.add_argument("dtype", choices=DTYPES)
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--backend")

@@ -1,0 +1,1 @@
+"""What is measured, and how: for `fastclip bench` anywhere, and for the suite in benchmarks/."""
