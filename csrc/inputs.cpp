@@ -39,16 +39,25 @@ char* data_of(AtenTensorHandle tensor, bool writable) {
   return const_cast<char*>(static_cast<const char*>(data));  // only ever read
 }
 
-bool layout_of(AtenTensorHandle tensor, Layout& layout) {
+bool layout_of(AtenTensorHandle tensor, Order order, Layout& layout) {
   int64_t dim, *sizes, *strides;
   STABLE_TORCH_ERROR_CODE_CHECK(aoti_torch_get_dim(tensor, &dim));
   STABLE_TORCH_ERROR_CODE_CHECK(aoti_torch_get_sizes(tensor, &sizes));
   STABLE_TORCH_ERROR_CODE_CHECK(aoti_torch_get_strides(tensor, &strides));
-  return make_layout(sizes, strides, dim, layout);
+  return make_layout(sizes, strides, dim, layout, order);
+}
+
+Units units_of(AtenTensorHandle tensor, int64_t numel, int64_t first) {
+  int64_t dim, *sizes;
+  STABLE_TORCH_ERROR_CODE_CHECK(aoti_torch_get_dim(tensor, &dim));
+  STABLE_TORCH_ERROR_CODE_CHECK(aoti_torch_get_sizes(tensor, &sizes));
+  if (dim < 2) return {first, 1, numel};
+  return {first, sizes[0], sizes[0] > 0 ? numel / sizes[0] : 0};
 }
 
 // False if the tensor is not served.
-bool append(AtenTensorHandle tensor, bool writable, const Accepted& accepted, Pieces& pieces) {
+bool append(AtenTensorHandle tensor, bool writable, const Accepted& accepted, Order order,
+            Pieces& pieces) {
   if (!is_strided_on(tensor, accepted)) return false;
   const int type = type_of(tensor);
   if (type < 0) return false;
@@ -59,7 +68,7 @@ bool append(AtenTensorHandle tensor, bool writable, const Accepted& accepted, Pi
   int32_t index = -1;
   if (!contiguous && numel > 0) {
     Layout layout;
-    if (!layout_of(tensor, layout)) return false;
+    if (!layout_of(tensor, order, layout)) return false;
     if (!layout.dense()) {
       index = int32_t(pieces.layouts.size());
       pieces.layouts.push_back(layout);
@@ -116,13 +125,18 @@ TensorList::~TensorList() {
   for (AtenTensorHandle handle : handles_) aoti_torch_delete_tensor_object(handle);
 }
 
-Inputs collect(const TensorList& tensors, bool writable, const Accepted& accepted) {
+Inputs collect(const TensorList& tensors, bool writable, const Accepted& accepted, Order order) {
   Inputs inputs;
   inputs.pieces.list.reserve(size_t(tensors.size()));
+  int64_t first = 0;  // unit of the next tensor
   for (int64_t i = 0; i < tensors.size(); ++i) {
-    if (!append(tensors[i], writable, accepted, inputs.pieces)) {
+    if (!append(tensors[i], writable, accepted, order, inputs.pieces)) {
       inputs.refused = i;
       break;
+    }
+    if (order == Order::kByUnit) {
+      inputs.units.push_back(units_of(tensors[i], inputs.pieces.list.back().numel, first));
+      first += inputs.units.back().count;
     }
     inputs.wide |= inputs.pieces.list.back().type == Type::kDouble;
   }
@@ -143,7 +157,7 @@ void mark_served(const TensorList& tensors, const Accepted& accepted, uint8_t* o
   Addresses addresses(tensors.size());
   Pieces pieces;
   for (int64_t i = 0; i < tensors.size(); ++i) {
-    const bool ok = append(tensors[i], false, accepted, pieces);
+    const bool ok = append(tensors[i], false, accepted, Order::kMemory, pieces);
     out[i] = ok && (pieces.list.back().numel == 0 || addresses.insert(pieces.list.back().data));
   }
 }

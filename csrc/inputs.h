@@ -35,12 +35,14 @@ struct Accepted {
 
 struct Inputs {
   Pieces pieces;
-  bool wide = false;     // some gradient is float64
-  int64_t refused = -1;  // the first tensor that cannot be served
+  std::vector<Units> units;  // of each piece, if asked for
+  bool wide = false;         // some gradient is float64
+  int64_t refused = -1;      // the first tensor that cannot be served
 };
 
 // Stops at the first tensor that cannot be served for what it is.
-Inputs collect(const TensorList& tensors, bool writable, const Accepted& accepted);
+Inputs collect(const TensorList& tensors, bool writable, const Accepted& accepted,
+               Order order = Order::kMemory);
 
 // Refuses a tensor at an address that an earlier one has too.
 void refuse_repeated(Inputs& inputs);

@@ -34,10 +34,14 @@ cpu::Threads threads() {
 
 Accepted accepted() { return {aoti_torch_device_type_cpu(), -1, true}; }
 
-Inputs collect(const TensorList& grads, bool writable) {
-  Inputs inputs = collect(grads, writable, accepted());
+Inputs collect(const TensorList& grads, bool writable, Order order = Order::kMemory) {
+  Inputs inputs = collect(grads, writable, accepted(), order);
   refuse_repeated(inputs);
   return inputs;
+}
+
+int64_t number_of_units(const Inputs& inputs) {
+  return inputs.units.empty() ? 0 : inputs.units.back().first + inputs.units.back().count;
 }
 
 // Doubles that the host can read.
@@ -54,13 +58,20 @@ double number(StableIValue value, const char* name, double absent) {
   return *doubles(*tensor, name);
 }
 
-Tensor measured(const Pieces& pieces, Norm norm, double inv_scale, Row*& rows) {
-  Tensor table = empty_table(int64_t(pieces.list.size()));
+Row* rows_of(const Tensor& table) {
   static_assert(sizeof(Row) == kColumns * sizeof(double), "a Row is a row of the table");
-  rows = static_cast<Row*>(table.mutable_data_ptr());
-  cpu::measure(pieces, norm, threads(), rows);
-  if (inv_scale != 1)
-    for (size_t i = 0; i < pieces.list.size(); ++i) unscale(rows[i], inv_scale, norm);
+  return static_cast<Row*>(table.mutable_data_ptr());
+}
+
+void unscale(Row* rows, size_t n, double inv_scale, Norm norm) {
+  if (inv_scale == 1) return;
+  for (size_t i = 0; i < n; ++i) unscale(rows[i], inv_scale, norm);
+}
+
+Tensor measured(const Pieces& pieces, Norm norm, double inv_scale) {
+  Tensor table = empty_table(int64_t(pieces.list.size()));
+  cpu::measure(pieces, norm, threads(), rows_of(table));
+  unscale(rows_of(table), pieces.list.size(), inv_scale, norm);
   return table;
 }
 
@@ -82,10 +93,30 @@ void measure(StableIValue* stack, uint64_t, uint64_t) {
   const Norm norm = norm_of(to<double>(stack[1]));
   const double inv_scale = number(stack[2], "inv_scale", 1);
   const Inputs inputs = collect(grads, false);
-  Row* rows;
   const bool served = inputs.refused < 0;
-  stack[0] = from(served ? measured(inputs.pieces, norm, inv_scale, rows) : empty_table(0));
+  stack[0] = from(served ? measured(inputs.pieces, norm, inv_scale) : empty_table(0));
   stack[1] = from(inputs.refused);
+}
+
+// measure_units(Tensor[] grads, float p, Tensor? inv_scale)
+//   -> (Tensor table, Tensor powers, int refused)
+// `powers`: the sum of squares of each unit of each tensor, as stored; float64 [units].
+void measure_units(StableIValue* stack, uint64_t, uint64_t) {
+  const TensorList grads(stack[0]);
+  const Norm norm = norm_of(to<double>(stack[1]));
+  const double inv_scale = number(stack[2], "inv_scale", 1);
+  const Inputs inputs = collect(grads, false, Order::kByUnit);
+  const bool served = inputs.refused < 0;
+  const Tensor table = empty_table(served ? grads.size() : 0);
+  const Tensor powers = empty({served ? number_of_units(inputs) : 0}, aoti_torch_dtype_float64());
+  if (served) {
+    auto* sums = static_cast<double*>(powers.mutable_data_ptr());
+    cpu::measure_units(inputs.pieces, inputs.units.data(), norm, threads(), rows_of(table), sums);
+    unscale(rows_of(table), inputs.units.size(), inv_scale, norm);
+  }
+  stack[0] = from(table);
+  stack[1] = from(powers);
+  stack[2] = from(inputs.refused);
 }
 
 // scale_(Tensor(a!)[] grads, Tensor coef) -> (int refused, bool written); coef: 0-d or [n]
@@ -98,6 +129,23 @@ void scale_(StableIValue* stack, uint64_t, uint64_t) {
                   " gradients");
   const Inputs inputs = collect(grads, true);
   if (inputs.refused < 0) cpu::scale(inputs.pieces, coefs, n == 1 ? 0 : 1, threads());
+  stack[0] = from(inputs.refused);
+  stack[1] = from(inputs.refused < 0 &&
+                  std::any_of(coefs, coefs + n, [](double factor) { return factor != 1; }));
+}
+
+// scale_units_(Tensor(a!)[] grads, Tensor coef) -> (int refused, bool written); coef: [units]
+void scale_units_(StableIValue* stack, uint64_t, uint64_t) {
+  const TensorList grads(stack[0]);
+  const Tensor coef = to<Tensor>(stack[1]);
+  const double* coefs = doubles(coef, "coef");
+  const int64_t n = coef.numel();
+  const Inputs inputs = collect(grads, true, Order::kByUnit);
+  if (inputs.refused < 0) {
+    const int64_t units = number_of_units(inputs);
+    STD_TORCH_CHECK(n == units, "coef has ", n, " elements for ", units, " units");
+    cpu::scale_units(inputs.pieces, inputs.units.data(), coefs, threads());
+  }
   stack[0] = from(inputs.refused);
   stack[1] = from(inputs.refused < 0 &&
                   std::any_of(coefs, coefs + n, [](double factor) { return factor != 1; }));
@@ -118,8 +166,8 @@ void clip_(StableIValue* stack, uint64_t, uint64_t) {
   double total = 0;
   Factors by = {1, 1};
   if (inputs.refused < 0) {
-    Row* rows;
-    table = measured(inputs.pieces, norm, inv_scale, rows);
+    table = measured(inputs.pieces, norm, inv_scale);
+    const Row* rows = rows_of(table);
     total = total_norm(rows, n, norm);
     by = factors(total, max_norm, inv_scale, skip && !all_finite(rows, n));
     if (by.factor != 1) cpu::scale(inputs.pieces, &by.factor, 0, threads());
@@ -154,7 +202,11 @@ std::string source_hash() { return kSourceHash; }
 
 STABLE_TORCH_LIBRARY(fastclip_native, m) {
   m.def("measure(Tensor[] grads, float p, Tensor? inv_scale) -> (Tensor table, int refused)");
+  m.def(
+      "measure_units(Tensor[] grads, float p, Tensor? inv_scale)"
+      " -> (Tensor table, Tensor powers, int refused)");
   m.def("scale_(Tensor(a!)[] grads, Tensor coef) -> (int refused, bool written)");
+  m.def("scale_units_(Tensor(a!)[] grads, Tensor coef) -> (int refused, bool written)");
   m.def(
       "clip_(Tensor(a!)[] grads, float p, float max_norm, Tensor? limit, Tensor? inv_scale,"
       " bool skip)"
@@ -167,7 +219,9 @@ STABLE_TORCH_LIBRARY(fastclip_native, m) {
 // For every device: it is the kernels that refuse a tensor, not the dispatcher.
 STABLE_TORCH_LIBRARY_IMPL(fastclip_native, CompositeExplicitAutograd, m) {
   m.impl("measure", &fastclip::measure);
+  m.impl("measure_units", &fastclip::measure_units);
   m.impl("scale_", &fastclip::scale_);
+  m.impl("scale_units_", &fastclip::scale_units_);
   m.impl("clip_", &fastclip::clip_);
   m.impl("served", &fastclip::served);
   m.impl("simd", TORCH_BOX(&fastclip::simd));
@@ -178,7 +232,9 @@ STABLE_TORCH_LIBRARY_IMPL(fastclip_native, CompositeExplicitAutograd, m) {
 // tensor.
 STABLE_TORCH_LIBRARY_IMPL(fastclip_native, Autograd, m) {
   m.impl("measure", &fastclip::measure);
+  m.impl("measure_units", &fastclip::measure_units);
   m.impl("scale_", &fastclip::scale_);
+  m.impl("scale_units_", &fastclip::scale_units_);
   m.impl("clip_", &fastclip::clip_);
   m.impl("served", &fastclip::served);
 }

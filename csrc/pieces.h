@@ -10,9 +10,8 @@
 
 namespace fastclip {
 
-// Dimensions of more than one element, outermost (largest stride) first, neighbours merged. Strides
-// in elements, all positive. A dense tensor in any order of its dimensions has one dimension of
-// stride 1.
+// Dimensions of more than one element, outermost first, neighbours merged. Strides in elements, all
+// positive.
 struct Layout {
   static constexpr int kMaxDims = 8;  // after merging; what has more is refused
   int dims = 0;
@@ -22,9 +21,18 @@ struct Layout {
   bool dense() const { return dims == 0 || (dims == 1 && stride[0] == 1); }
 };
 
+// The order in which elements are numbered. A unit is a slice along a tensor's first dimension, or
+// all of a tensor of fewer than two.
+enum class Order {
+  kMemory,  // the largest stride outermost: a dense tensor in any order has one dimension of stride
+            // 1
+  kByUnit,  // one unit after the other, each in the order of memory
+};
+
 // False if the tensor has more dimensions than a Layout holds, a stride of 0 (an expansion), or
 // memory that is not known to be free of overlap.
-bool make_layout(const int64_t* sizes, const int64_t* strides, int64_t dim, Layout& layout);
+bool make_layout(const int64_t* sizes, const int64_t* strides, int64_t dim, Layout& layout,
+                 Order order = Order::kMemory);
 
 struct Piece {
   char* data;
@@ -36,6 +44,13 @@ struct Piece {
 struct Pieces {
   std::vector<Piece> list;
   std::vector<Layout> layouts;
+};
+
+// Of each piece, whose elements are numbered by unit.
+struct Units {
+  int64_t first;  // in the whole list
+  int64_t count;
+  int64_t width;  // elements of each
 };
 
 }  // namespace fastclip

@@ -8,11 +8,13 @@
 
 namespace fastclip::cpu {
 
-// Neither pointer needs any alignment. measure() adds n elements to the row; scale() multiplies
-// them by coef in float (double for kDouble) and rounds once.
+// No pointer needs any alignment. measure() adds n elements to the row; add_squares() adds the sum
+// of squares of each of `rows` rows of n elements, one after the other, to its power; scale()
+// multiplies n elements by coef in float (double for kDouble) and rounds once.
 struct Kernels {
   const char* name;
   void (*measure[kTypes])(const char* x, int64_t n, Norm norm, Row& row);
+  void (*add_squares[kTypes])(const char* x, int64_t n, int64_t rows, double* powers);
   void (*scale[kTypes])(char* x, int64_t n, double coef);
 };
 

@@ -1,138 +1,15 @@
-// The two passes over a gradient list: what is cut where, by whom it is run, and in which order the
-// parts are added up. Nothing here depends on the number of threads but who does the work.
+// The passes over a gradient list, and in which order the parts are added up.
 #include "passes.h"
 
 #include <algorithm>
-#include <atomic>
-
-#ifdef __SSE2__
-#include <immintrin.h>
-#endif
+#include <vector>
 
 #include "kernels.h"
+#include "schedule.h"
 #include "strided.h"
 
 namespace fastclip::cpu {
 namespace {
-
-constexpr int64_t kMinChunk = int64_t(1) << 16;  // elements; a multiple of every kernel's block
-// Bounds the partial rows to 8192 * 40 bytes = 320 KiB however many elements there are.
-constexpr int64_t kMaxChunks = 8192;
-// What a thread takes at a time, and the least that is worth waking one for: 5 to 20 us of work,
-// about what entering a parallel region costs.
-constexpr int64_t kBatchBytes = int64_t(1) << 18;
-
-// A run of consecutive chunks, given by its first.
-struct Batch {
-  int64_t piece;
-  int64_t chunk;
-};
-
-struct Schedule {
-  int64_t chunk;               // elements
-  std::vector<int64_t> first;  // of each piece: the number of chunks before it
-  std::vector<Batch> batches;  // plus one past the last
-
-  explicit Schedule(const std::vector<Piece>& pieces) {
-    int64_t total = 0;
-    for (const Piece& piece : pieces) total += piece.numel;
-    chunk = std::max(kMinChunk, (total / kMaxChunks / kMinChunk + 1) * kMinChunk);
-    first.reserve(pieces.size() + 1);
-    first.push_back(0);
-    int64_t open = kBatchBytes;  // bytes in the batch being filled
-    for (size_t p = 0; p < pieces.size(); ++p) {
-      const int64_t chunks = (pieces[p].numel + chunk - 1) / chunk;
-      const int64_t size = kTypeBytes[int(pieces[p].type)];
-      for (int64_t c = 0; c < chunks; ++c) {
-        if (open >= kBatchBytes) {
-          batches.push_back({int64_t(p), c});
-          open = 0;
-        }
-        open += std::min(chunk, pieces[p].numel - c * chunk) * size;
-      }
-      first.push_back(first.back() + chunks);
-    }
-    batches.push_back({int64_t(pieces.size()), 0});
-  }
-
-  int64_t chunks(int64_t piece) const { return first[piece + 1] - first[piece]; }
-  int64_t count() const { return int64_t(batches.size()) - 1; }
-
-  // Calls f(piece, chunk) for each chunk of a batch, backwards if asked to.
-  template <class F>
-  void run(int64_t batch, bool backwards, F&& f) const {
-    const Batch begin = batches[batch], end = batches[batch + 1];
-    const auto from = [&](int64_t p) { return p == begin.piece ? begin.chunk : 0; };
-    const auto to = [&](int64_t p) { return p == end.piece ? end.chunk : chunks(p); };
-    const int64_t last = std::min(end.piece, int64_t(first.size()) - 2);
-    if (!backwards) {
-      for (int64_t p = begin.piece; p <= last; ++p)
-        for (int64_t c = from(p); c < to(p); ++c) f(p, c);
-    } else {
-      for (int64_t p = last; p >= begin.piece; --p)
-        for (int64_t c = to(p) - 1; c >= from(p); --c) f(p, c);
-    }
-  }
-};
-
-// Denormals count while one of these lives. torch.set_flush_denormal() holds for the thread that
-// calls it alone, so that what it flushed would depend on which thread takes which batch.
-class KeepDenormals {
- public:
-#if defined(__SSE2__)
-  KeepDenormals() : saved_(_mm_getcsr()) { _mm_setcsr(saved_ & ~kFlush); }
-  ~KeepDenormals() { _mm_setcsr(saved_); }
-
- private:
-  static constexpr unsigned kFlush = (1u << 15) | (1u << 6);  // results and operands
-  unsigned saved_;
-#elif defined(__aarch64__)
-  KeepDenormals() {
-    asm volatile("mrs %0, fpcr" : "=r"(saved_));
-    asm volatile("msr fpcr, %0" : : "r"(saved_ & ~(uint64_t(1) << 24)));
-  }
-  ~KeepDenormals() { asm volatile("msr fpcr, %0" : : "r"(saved_)); }
-
- private:
-  uint64_t saved_;
-#else
-  KeepDenormals() {}
-#endif
-};
-
-// Threads take batches as they get free: one that is held up holds up no other. Which of them takes
-// a batch has no influence on the result.
-template <class F>
-void for_all_chunks(const Schedule& schedule, const Threads& threads, bool backwards, F f) {
-  struct Work {
-    const Schedule& schedule;
-    bool backwards;
-    F& f;
-    std::atomic<int64_t> next{0};
-  } work{schedule, backwards, f};
-  const auto take = [](void* ctx) {
-    Work& w = *static_cast<Work*>(ctx);
-    const int64_t count = w.schedule.count();
-    const KeepDenormals keep;
-    for (int64_t i; (i = w.next.fetch_add(1, std::memory_order_relaxed)) < count;)
-      w.schedule.run(w.backwards ? count - 1 - i : i, w.backwards, w.f);
-  };
-  const int workers = int(std::min<int64_t>(threads.count, schedule.count()));
-  if (workers > 1) {
-    threads.run(workers, take, &work);
-  } else {
-    take(&work);
-  }
-}
-
-struct Range {
-  int64_t begin, n;
-};
-
-Range range_of(const Piece& piece, const Schedule& schedule, int64_t chunk) {
-  const int64_t begin = chunk * schedule.chunk;
-  return {begin, std::min(schedule.chunk, piece.numel - begin)};
-}
 
 void measure_strided(const Piece& piece, const Layout& layout, Range range, Norm norm, Row& row) {
   alignas(64) char buffer[kBufferElements * 8];
@@ -159,34 +36,136 @@ bool writes_nothing(Type type, double coef) {
   return type == Type::kDouble ? coef == 1 : float(coef) == 1;
 }
 
-}  // namespace
+// A part of a chunk, unit after unit, in memory or in a buffer.
+struct Run {
+  char* data;
+  int64_t n;
+  int64_t width;  // of a unit, or of the part of one that this is
+  int64_t unit;   // of the chunk, the first or only one here
+};
 
-void measure(const Pieces& pieces, Norm norm, const Threads& threads, Row* rows) {
-  const Schedule schedule(pieces.list);
-  const int64_t n = int64_t(pieces.list.size());
-  std::vector<Row> partial;  // a piece of one chunk goes straight into its row
-  std::vector<int64_t> partial_of(n, -1);
-  for (int64_t p = 0; p < n; ++p) {
-    rows[p] = Row{};
-    if (schedule.chunks(p) < 2) continue;
-    partial_of[p] = int64_t(partial.size());
-    partial.resize(partial.size() + schedule.chunks(p));
+// Calls f(run, put) for the runs of a chunk, short enough to be read twice from the first-level
+// cache. put(i, n) writes n elements of the run from the i-th on back to where they belong.
+template <class F>
+void for_unit_runs(const Piece& piece, const Layout* layout, Range chunk, int64_t width, F f) {
+  alignas(64) char buffer[kBufferElements * 8];
+  const int type = int(piece.type);
+  const bool whole = width <= kBufferElements;
+  for (int64_t i = 0, n; i < chunk.n; i += n) {
+    n = std::min(whole ? kBufferElements / width * width : kBufferElements, chunk.n - i);
+    const int64_t begin = chunk.begin + i;
+    char* data = layout ? buffer : piece.data + begin * kTypeBytes[type];
+    if (layout) kGather[type](piece.data, *layout, begin, n, buffer);
+    f(Run{data, n, std::min(width, n), whole ? i / width : 0}, [&](int64_t from, int64_t count) {
+      if (layout)
+        kScatter[type](piece.data, *layout, begin + from, count, buffer + from * kTypeBytes[type]);
+    });
+  }
+}
+
+const Layout* layout_of(const Pieces& pieces, int64_t p) {
+  const int32_t index = pieces.list[p].layout;
+  return index < 0 ? nullptr : &pieces.layouts[index];
+}
+
+// The rows of a list, for threads that measure its chunks in any order.
+class Rows {
+ public:
+  Rows(const Schedule& schedule, int64_t n, Row* rows)
+      : schedule_(schedule), rows_(rows), partial_of_(n, -1) {
+    for (int64_t p = 0; p < n; ++p) {
+      rows[p] = Row{};
+      if (schedule.chunks(p) < 2) continue;
+      partial_of_[p] = int64_t(partial_.size());
+      partial_.resize(partial_.size() + schedule.chunks(p));
+    }
   }
 
+  Row& of(int64_t p, int64_t c) {
+    return partial_of_[p] < 0 ? rows_[p] : partial_[partial_of_[p] + c];
+  }
+
+  void combine_chunks(Norm norm) {
+    for (int64_t p = 0; p < int64_t(partial_of_.size()); ++p)
+      if (partial_of_[p] >= 0)
+        for (int64_t c = 0; c < schedule_.chunks(p); ++c) combine(rows_[p], of(p, c), norm);
+  }
+
+ private:
+  const Schedule& schedule_;
+  Row* rows_;
+  std::vector<Row> partial_;  // a piece of one chunk goes straight into its row
+  std::vector<int64_t> partial_of_;
+};
+
+// The sums of squares of all units of a list, in the same way.
+class Powers {
+ public:
+  Powers(const Schedule& schedule, const Units* units, int64_t n, double* powers)
+      : schedule_(schedule), units_(units), n_(n), powers_(powers), partial_(schedule.first[n]) {
+    for (int64_t p = 0; p < n; ++p) std::fill_n(powers + units[p].first, units[p].count, 0.0);
+  }
+
+  // Of the first unit of a chunk, or of the part that it has of one.
+  double* of(int64_t p, int64_t c) {
+    if (is_cut(p)) return &partial_[schedule_.first[p] + c];
+    return powers_ + units_[p].first + schedule_.range(units_[p], c).begin / units_[p].width;
+  }
+
+  void combine_chunks() {
+    for (int64_t p = 0; p < n_; ++p)
+      if (is_cut(p))
+        for (int64_t c = 0; c < schedule_.chunks(p); ++c)
+          powers_[units_[p].first + c / schedule_.parts(units_[p])] += *of(p, c);
+  }
+
+ private:
+  bool is_cut(int64_t p) const { return units_[p].width > schedule_.chunk; }
+
+  const Schedule& schedule_;
+  const Units* units_;
+  int64_t n_;
+  double* powers_;
+  std::vector<double> partial_;
+};
+
+}  // namespace
+
+void measure(const Pieces& pieces, Norm norm, const Threads& threads, Row* into) {
+  const Schedule schedule(pieces.list);
+  Rows rows(schedule, int64_t(pieces.list.size()), into);
   for_all_chunks(schedule, threads, false, [&](int64_t p, int64_t c) {
     const Piece& piece = pieces.list[p];
-    const Range range = range_of(piece, schedule, c);
-    Row& row = partial_of[p] < 0 ? rows[p] : partial[partial_of[p] + c];
+    const Range range = schedule.range({0, 1, piece.numel}, c);
+    Row& row = rows.of(p, c);
     if (piece.layout >= 0)
       return measure_strided(piece, pieces.layouts[piece.layout], range, norm, row);
     const int type = int(piece.type);
     kernels().measure[type](piece.data + range.begin * kTypeBytes[type], range.n, norm, row);
   });
+  rows.combine_chunks(norm);
+}
 
-  for (int64_t p = 0; p < n; ++p)
-    if (partial_of[p] >= 0)
-      for (int64_t c = 0; c < schedule.chunks(p); ++c)
-        combine(rows[p], partial[partial_of[p] + c], norm);
+void measure_units(const Pieces& pieces, const Units* units, Norm norm, const Threads& threads,
+                   Row* into, double* sums) {
+  const Schedule schedule(pieces.list, units);
+  const int64_t n = int64_t(pieces.list.size());
+  Rows rows(schedule, n, into);
+  Powers powers(schedule, units, n, sums);
+  for_all_chunks(schedule, threads, false, [&](int64_t p, int64_t c) {
+    const Piece& piece = pieces.list[p];
+    const Range chunk = schedule.range(units[p], c);
+    const int64_t width = std::min(units[p].width, chunk.n);
+    const int type = int(piece.type);
+    Row& row = rows.of(p, c);
+    double* power = powers.of(p, c);
+    for_unit_runs(piece, layout_of(pieces, p), chunk, width, [&](const Run& run, auto) {
+      kernels().measure[type](run.data, run.n, norm, row);
+      kernels().add_squares[type](run.data, run.width, run.n / run.width, power + run.unit);
+    });
+  });
+  rows.combine_chunks(norm);
+  powers.combine_chunks();
 }
 
 void scale(const Pieces& pieces, const double* coefs, int64_t stride, const Threads& threads) {
@@ -195,10 +174,32 @@ void scale(const Pieces& pieces, const double* coefs, int64_t stride, const Thre
     const Piece& piece = pieces.list[p];
     const double coef = coefs[p * stride];
     if (writes_nothing(piece.type, coef)) return;
-    const Range range = range_of(piece, schedule, c);
+    const Range range = schedule.range({0, 1, piece.numel}, c);
     if (piece.layout >= 0) return scale_strided(piece, pieces.layouts[piece.layout], range, coef);
     const int type = int(piece.type);
     kernels().scale[type](piece.data + range.begin * kTypeBytes[type], range.n, coef);
+  });
+}
+
+void scale_units(const Pieces& pieces, const Units* units, const double* coefs,
+                 const Threads& threads) {
+  const Schedule schedule(pieces.list, units);
+  for_all_chunks(schedule, threads, true, [&](int64_t p, int64_t c) {
+    const Piece& piece = pieces.list[p];
+    const Range chunk = schedule.range(units[p], c);
+    const int64_t width = std::min(units[p].width, chunk.n);
+    const double* own = coefs + units[p].first + chunk.begin / units[p].width;
+    const auto is_left = [&](double coef) { return writes_nothing(piece.type, coef); };
+    if (std::all_of(own, own + chunk.n / width, is_left)) return;
+    const int type = int(piece.type);
+    for_unit_runs(piece, layout_of(pieces, p), chunk, width, [&](const Run& run, auto put) {
+      for (int64_t i = 0; i < run.n; i += run.width) {
+        const double coef = own[run.unit + i / run.width];
+        if (is_left(coef)) continue;
+        kernels().scale[type](run.data + i * kTypeBytes[type], run.width, coef);
+        put(i, run.width);
+      }
+    });
   });
 }
 

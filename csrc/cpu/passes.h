@@ -1,4 +1,4 @@
-// The two passes over a gradient list.
+// The passes over a gradient list.
 #pragma once
 
 #include <cstdint>
@@ -20,8 +20,17 @@ struct Threads {
 // Fills rows[0 .. pieces.list.size()). The same bits for every number of threads.
 void measure(const Pieces& pieces, Norm norm, const Threads& threads, Row* rows);
 
+// The same, of elements numbered by unit, and the sum of squares of each unit: units[i] are those
+// of piece i. The rows may differ from those of measure() by rounding.
+void measure_units(const Pieces& pieces, const Units* units, Norm norm, const Threads& threads,
+                   Row* rows, double* powers);
+
 // Multiplies piece i by coefs[i * stride]; a coefficient that is 1 in the type of the product
 // writes nothing. Runs backwards through memory, to meet what measure() has left in the caches.
 void scale(const Pieces& pieces, const double* coefs, int64_t stride, const Threads& threads);
+
+// Each unit by its own coefficient, otherwise as scale().
+void scale_units(const Pieces& pieces, const Units* units, const double* coefs,
+                 const Threads& threads);
 
 }  // namespace fastclip::cpu
