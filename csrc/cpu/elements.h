@@ -27,11 +27,23 @@ using Vec = typename VecOf<E>::type;
 using Floats = Vec<float>;
 using Doubles = Vec<double>;
 
+// The same value, of which the compiler knows nothing but that it is in a register.
+template <class V>
+inline V in_register(V v) {
+#if defined(__x86_64__)
+  asm("" : "+v"(v));
+#elif defined(__aarch64__)
+  asm("" : "+w"(v));
+#endif
+  return v;
+}
+
+// GCC would load a vector that is used as integers and as floats once for each.
 template <class V>
 inline V load(const void* p) {
   V v;
   std::memcpy(&v, p, sizeof v);
-  return v;
+  return in_register(v);
 }
 template <class V>
 inline void store(void* p, V v) {
@@ -44,12 +56,15 @@ inline V as(W w) {
 
 // Per dtype: the integer of its width, the bits of a magnitude, the smallest non-finite one, the
 // type sums are kept in, and how one vector of it becomes kWiden vectors of that type and back.
+// Where sums are float32: if the largest of 2048 magnitudes lies between kLeastSafe and kMostSafe
+// (2^-45 and 2^58), neither their sum nor that of their squares leaves [2^-90, 2^127].
 struct Float {
   using Bits = int32_t;
   using Sum = float;
   static constexpr int kWiden = 1;
   static constexpr Bits kMagnitude = 0x7fffffff;
   static constexpr Bits kNonFinite = 0x7f800000;
+  static constexpr Bits kLeastSafe = (127 - 45) << 23, kMostSafe = (127 + 58) << 23;
   static inline void widen(Vec<Bits> v, Floats* out) { out[0] = as<Floats>(v); }
   static inline Vec<Bits> narrow(const Floats* in) { return as<Vec<Bits>>(in[0]); }
   static inline float value(Bits b) { return bit_cast<float>(b); }
@@ -62,6 +77,7 @@ struct BFloat16 {
   static constexpr int kWiden = 2;
   static constexpr Bits kMagnitude = 0x7fff;
   static constexpr Bits kNonFinite = 0x7f80;
+  static constexpr Bits kLeastSafe = (127 - 45) << 7, kMostSafe = (127 + 58) << 7;
   static constexpr uint32_t kHigh = 0xffff0000u;
   // Even and odd elements apart: one shift and one mask, no shuffle. Little-endian.
   static inline void widen(Vec<Bits> v, Floats* out) {
@@ -87,6 +103,7 @@ struct Half {
   static constexpr int kWiden = 2;
   static constexpr Bits kMagnitude = 0x7fff;
   static constexpr Bits kNonFinite = 0x7c00;
+  static constexpr Bits kLeastSafe = 1, kMostSafe = kNonFinite - 1;  // all of them
 #if FASTCLIP_VECTOR_BYTES == 64
   static inline void widen(Vec<Bits> v, Floats* out) {
     out[0] = as<Floats>(_mm512_cvtph_ps(_mm512_castsi512_si256(as<__m512i>(v))));

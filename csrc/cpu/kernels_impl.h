@@ -28,31 +28,67 @@ constexpr int64_t kBlock = 16 * kStep<T>;
 // 2^-126 (were they flushed to zero), against the 2^-24 of the sum's own precision.
 constexpr double kSmallestSafeSum = 0x1p-90;
 
-// Of all lanes, in float64.
+// Sums in float64, as many side by side as there are lanes of sums in T::Sum.
 template <class T>
-inline double total(const Vec<typename T::Sum>* sums, int count) {
-  constexpr int kLanes = kBytes / int(sizeof(typename T::Sum));
-  double lanes[kLanes] = {};
-  for (int k = 0; k < count; ++k)
-    for (int i = 0; i < kLanes; ++i) lanes[i] += double(sums[k][i]);
-  for (int width = kLanes / 2; width > 0; width /= 2)
-    for (int i = 0; i < width; ++i) lanes[i] += lanes[i + width];
-  return lanes[0];
+struct Totals {
+  static constexpr int kParts = int(sizeof(double) / sizeof(typename T::Sum));
+  Doubles parts[kParts] = {};
+
+  inline void add(const Vec<typename T::Sum>* sums, int count) {
+    constexpr int kLanes = kBytes / int(sizeof(typename T::Sum));
+    double lanes[kLanes] = {};
+    for (int k = 0; k < count; ++k)
+      for (int i = 0; i < kLanes; ++i) lanes[i] += double(sums[k][i]);
+    for (int i = 0; i < kParts; ++i) parts[i] += load<Doubles>(lanes + i * kLanes / kParts);
+  }
+
+  inline double all() const {
+    Doubles sum = parts[0];
+    for (int i = 1; i < kParts; ++i) sum += parts[i];
+    double lanes[kBytes / sizeof(double)];
+    store(lanes, sum);
+    return tree<kBytes / int(sizeof(double))>(lanes);
+  }
+
+ private:
+  template <int kCount>
+  static inline double tree(const double* x) {
+    if constexpr (kCount == 1) {
+      return x[0];
+    } else {
+      return tree<kCount / 2>(x) + tree<kCount / 2>(x + kCount / 2);
+    }
+  }
+};
+
+// As loops over memory these two become vector operations; unrolled, they would go lane by lane.
+template <class T>
+inline typename T::Bits largest_lane(Vec<typename T::Bits> v) {
+  typename T::Bits lanes[kBytes / kSize<T>], largest = 0;
+  store(lanes, v);
+#pragma GCC unroll 1
+  for (auto lane : lanes) largest = lane > largest ? lane : largest;
+  return largest;
 }
 
 template <class T>
-struct Block {
-  double sum;
-  typename T::Bits largest;
-  int64_t zeros;
-};
+inline int64_t sum_of_lanes(Vec<typename T::Bits> v) {
+  typename T::Bits lanes[kBytes / kSize<T>];
+  int64_t sum = 0;
+  store(lanes, v);
+#pragma GCC unroll 1
+  for (auto lane : lanes) sum += lane;
+  return sum;
+}
 
 template <class T, Norm N>
 struct Lanes {
   using Sums = Vec<typename T::Sum>;
   using Ints = Vec<typename T::Bits>;
+  static constexpr bool kSummed = N == Norm::kSum || N == Norm::kSquares;
   Sums sums[kSums] = {};
-  Ints largest = {}, zeros = {};
+  Ints largest = {}, not_zero = {};
+  Ints one = in_register(Ints{} + 1);  // GCC makes a comparison of the minimum with a known 1
 
   // kStep<T> elements. Magnitudes are compared as integers, whose order is that of the numbers and
   // puts infinity and NaN on top: one maximum finds the largest and tells whether all are finite.
@@ -62,8 +98,13 @@ struct Lanes {
       const Ints bits = load<Ints>(x + (k / T::kWiden) * kBytes);
       const Ints magnitude = bits & T::kMagnitude;
       largest = magnitude > largest ? magnitude : largest;
-      zeros -= magnitude == 0;
-      if constexpr (N == Norm::kSum || N == Norm::kSquares) {
+      // A minimum where a comparison gives a mask that has to be turned into numbers.
+      if constexpr (kBytes == 64) {
+        not_zero += magnitude < one ? magnitude : one;
+      } else {
+        not_zero -= magnitude > 0;
+      }
+      if constexpr (kSummed) {
         Sums wide[T::kWiden] = {};
         T::widen(N == Norm::kSum ? magnitude : bits, wide);
         for (int w = 0; w < T::kWiden; ++w) sums[k + w] = add_power<N>(sums[k + w], wide[w]);
@@ -71,31 +112,16 @@ struct Lanes {
     }
   }
 
-  inline Block<T> reduce() const {
-    constexpr int kInts = kBytes / int(sizeof(typename T::Bits));
-    Block<T> block{0, 0, 0};
-    for (int i = 0; i < kInts; ++i) {
-      block.largest = largest[i] > block.largest ? largest[i] : block.largest;
-      block.zeros += zeros[i];
-    }
-    if constexpr (N == Norm::kSum || N == Norm::kSquares) block.sum = total<T>(sums, kSums);
-    return block;
+  // n elements, kBlock<T> at most.
+  inline void add(const char* x, int64_t n) {
+    int64_t i = 0;
+    for (; i + kStep<T> <= n; i += kStep<T>) add(x + i * kSize<T>);
+    if (i == n) return;
+    char tail[kStep<T> * kSize<T>] = {};
+    std::memcpy(tail, x + i * kSize<T>, size_t((n - i) * kSize<T>));
+    add(tail);
   }
 };
-
-template <class T, Norm N>
-inline Block<T> add_block(const char* x, int64_t n) {
-  Lanes<T, N> lanes;
-  int64_t i = 0;
-  for (; i + kStep<T> <= n; i += kStep<T>) lanes.add(x + i * kSize<T>);
-  if (i == n) return lanes.reduce();
-  char tail[kStep<T> * kSize<T>] = {};
-  std::memcpy(tail, x + i * kSize<T>, size_t((n - i) * kSize<T>));
-  lanes.add(tail);
-  Block<T> block = lanes.reduce();
-  block.zeros -= i + kStep<T> - n;
-  return block;
-}
 
 // The sum again, in float64: for the rare block whose float32 sum was out of range.
 template <class T, Norm N>
@@ -141,24 +167,50 @@ __attribute__((noinline)) void add_nonfinite(const char* x, int64_t n, int64_t z
   combine(row, part, N);
 }
 
+// Whether float32 sums of a block, of whose elements that is the largest, leave their range.
+template <class T>
+inline bool leaves_range(typename T::Bits largest) {
+  return largest != 0 && (largest < T::kLeastSafe || largest > T::kMostSafe);
+}
+
 template <class T, Norm N>
 void measure_run(const char* x, int64_t n, Row& row) {
-  constexpr bool kSummed = N == Norm::kSum || N == Norm::kSquares;
+  using Bits = typename T::Bits;
+  constexpr bool kSummed = Lanes<T, N>::kSummed;
+  Totals<T> totals;
+  Row all{};
+  Bits most = 0;
+  int64_t zeros = 0, finite = 0;  // elements of blocks without a NaN or an infinity
   for (int64_t i = 0; i < n; i += kBlock<T>) {
     const char* start = x + i * kSize<T>;
     const int64_t length = n - i < kBlock<T> ? n - i : kBlock<T>;
-    Block<T> block = add_block<T, N>(start, length);
-    if (block.largest >= T::kNonFinite) {
-      add_nonfinite<T, N>(start, length, block.zeros, row);
+    Lanes<T, N> block;
+    block.add(start, length);
+    const Bits largest = largest_lane<T>(block.largest);
+    const int64_t not_zero = sum_of_lanes<T>(block.not_zero);
+    if (largest >= T::kNonFinite) {
+      add_nonfinite<T, N>(start, length, length - not_zero, row);
       continue;
     }
-    if constexpr (kSummed && sizeof(typename T::Sum) == sizeof(float))
-      if (block.largest != 0 && !(block.sum >= kSmallestSafeSum && block.sum <= DBL_MAX))
-        block.sum = wide_sum<T, N>(start, length);
-    Row part = {block.sum, double(T::value(block.largest)), 0, 0, double(block.zeros)};
-    if constexpr (!kSummed) part.power = power_of(part, double(length), N);
-    combine(row, part, N);
+    most = largest > most ? largest : most;
+    zeros += length - not_zero;
+    finite += length;
+    if constexpr (kSummed && sizeof(typename T::Sum) == sizeof(float)) {
+      if (leaves_range<T>(largest)) {
+        all.power += wide_sum<T, N>(start, length);
+        continue;
+      }
+    }
+    if constexpr (kSummed) totals.add(block.sums, kSums);
   }
+  all.max_abs = double(T::value(most));
+  all.zero = double(zeros);
+  if constexpr (kSummed) {
+    all.power += totals.all();
+  } else {
+    all.power = power_of(all, double(finite), N);
+  }
+  combine(row, all, N);
 }
 
 template <class T>
@@ -206,7 +258,8 @@ inline double squares(const char* x, int64_t n, Vec<typename T::Bits> last, cons
     for (int k = 0; k < kSums; k += T::kWiden)
       add(load<Ints>(x + i * kSize<T> + (k / T::kWiden) * kBytes), sums + k);
   }
-  double sum = i > 0 ? total<T>(sums, kSums) : 0;
+  Totals<T> totals;
+  if (i > 0) totals.add(sums, kSums);
   if (i < n) {
     for (; i + kPerVector <= n; i += kPerVector) add(load<Ints>(x + i * kSize<T>), rest);
     if (i < n) {
@@ -216,8 +269,9 @@ inline double squares(const char* x, int64_t n, Vec<typename T::Bits> last, cons
         from = static_cast<const char*>(std::memcpy(tail, from, size_t((n - i) * kSize<T>)));
       add(load<Ints>(from) & last, rest);
     }
-    sum += total<T>(rest, T::kWiden);
+    totals.add(rest, T::kWiden);
   }
+  const double sum = totals.all();
   if constexpr (sizeof(typename T::Sum) == sizeof(float)) {
     if (sum >= kSmallestSafeSum && sum <= DBL_MAX) return sum;
     for (int k = 0; k < kPerVector; ++k)
