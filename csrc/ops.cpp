@@ -134,21 +134,28 @@ void scale_(StableIValue* stack, uint64_t, uint64_t) {
                   std::any_of(coefs, coefs + n, [](double factor) { return factor != 1; }));
 }
 
-// scale_units_(Tensor(a!)[] grads, Tensor coef) -> (int refused, bool written); coef: [units]
+// scale_units_(Tensor(a!)[] grads, Tensor coef) -> (int refused, Tensor written)
+// coef: [units], one tensor after the other; `written`: uint8 [n], 1 where a factor is not 1.
 void scale_units_(StableIValue* stack, uint64_t, uint64_t) {
   const TensorList grads(stack[0]);
   const Tensor coef = to<Tensor>(stack[1]);
   const double* coefs = doubles(coef, "coef");
   const int64_t n = coef.numel();
   const Inputs inputs = collect(grads, true, Order::kByUnit);
-  if (inputs.refused < 0) {
+  const bool served = inputs.refused < 0;
+  const Tensor written = empty({served ? grads.size() : 0}, aoti_torch_dtype_uint8());
+  if (served) {
     const int64_t units = number_of_units(inputs);
     STD_TORCH_CHECK(n == units, "coef has ", n, " elements for ", units, " units");
     cpu::scale_units(inputs.pieces, inputs.units.data(), coefs, threads());
+    auto* out = static_cast<uint8_t*>(written.mutable_data_ptr());
+    for (const Units& each : inputs.units) {
+      const double* own = coefs + each.first;
+      *out++ = std::any_of(own, own + each.count, [](double factor) { return factor != 1; });
+    }
   }
   stack[0] = from(inputs.refused);
-  stack[1] = from(inputs.refused < 0 &&
-                  std::any_of(coefs, coefs + n, [](double factor) { return factor != 1; }));
+  stack[1] = from(written);
 }
 
 // clip_(Tensor(a!)[] grads, float p, float max_norm, Tensor? limit, Tensor? inv_scale, bool skip)
@@ -206,7 +213,7 @@ STABLE_TORCH_LIBRARY(fastclip_native, m) {
       "measure_units(Tensor[] grads, float p, Tensor? inv_scale)"
       " -> (Tensor table, Tensor powers, int refused)");
   m.def("scale_(Tensor(a!)[] grads, Tensor coef) -> (int refused, bool written)");
-  m.def("scale_units_(Tensor(a!)[] grads, Tensor coef) -> (int refused, bool written)");
+  m.def("scale_units_(Tensor(a!)[] grads, Tensor coef) -> (int refused, Tensor written)");
   m.def(
       "clip_(Tensor(a!)[] grads, float p, float max_norm, Tensor? limit, Tensor? inv_scale,"
       " bool skip)"

@@ -253,15 +253,18 @@ class GradClipper:
             remembered.rows,
         )
 
-    def _measure(self, listed: Listed, inv_scale: Tensor | None) -> tuple[Gradients, Tensor]:
-        """The one read of the gradients."""
+    def _measure(
+        self, listed: Listed, inv_scale: Tensor | None, by_unit: bool
+    ) -> tuple[Gradients, Tensor]:
+        """The one read of the gradients; with their `powers`, if that takes no other, `by_unit`."""
         p = self._settings.p
         if not listed.grads:
             return Gradients.of_rows(()), tables.empty(p, 0, torch.device("cpu"))
         active = passes.active()
         if self.overlap is not None and active is passes:
             return self.overlap.measure(listed, inv_scale)
-        found, table = active.measure(listed, p, inv_scale)
+        measure = active.measure_units if by_unit else active.measure
+        found, table = measure(listed, p, inv_scale)
         return found, table
 
     @torch.no_grad()

@@ -87,7 +87,8 @@ class Row(NamedTuple):
 class Gradients:
     """The gradients as the backends take them: the fields of a `Row`, for every row of the table.
 
-    `sparse` has only the rows, by number, of uncoalesced gradients.
+    `sparse` has only the rows, by number, of uncoalesced gradients. `powers`, where they were
+    measured, are the sums of squares of each row's units, float64 ``[units]``, as it is stored.
     """
 
     names: tuple[str, ...]
@@ -95,6 +96,7 @@ class Gradients:
     tensors: list[Tensor]
     repeats: tuple[int, ...]
     sparse: dict[int, tuple[Tensor, Tensor]]
+    powers: Sequence[Tensor] | None = None
 
     @classmethod
     def of_rows(cls, rows: Sequence[Row]) -> "Gradients":
@@ -107,10 +109,10 @@ class Gradients:
         )
 
     @classmethod
-    def of_listed(cls, listed: Listed) -> "Gradients":
+    def of_listed(cls, listed: Listed, powers: Sequence[Tensor] | None = None) -> "Gradients":
         """Those of a list that a backend has taken as it is."""
         numel = tuple(map(Tensor.numel, listed.grads))
-        return cls(listed.labels(), numel, listed.grads, (1,) * len(numel), {})
+        return cls(listed.labels(), numel, listed.grads, (1,) * len(numel), {}, powers)
 
     def rows(self) -> list[Row]:
         """What `of_rows` makes these of."""
@@ -123,6 +125,11 @@ class Gradients:
         for number, tensor in enumerate(self.tensors):
             devices.setdefault(tensor.device, []).append(number)
         return devices
+
+
+def are_plain(tensors: Iterable[Tensor]) -> bool:
+    """Whether each is exactly a torch.Tensor or a parameter, and not of another subclass."""
+    return set(map(type, tensors)) <= _PLAIN
 
 
 def of_parameters(parameters: Parameters) -> Listed:
@@ -168,7 +175,7 @@ def entries_of(parameters: Any, none_allowed: bool) -> tuple[list[Any], list[str
             "parameters is an exhausted generator: there are no gradients to clip or measure",
             stacklevel=4,
         )
-    if set(map(type, entries)) <= _PLAIN:
+    if are_plain(entries):
         return entries, None
     pairs = [_pair(entry, position, none_allowed) for position, entry in enumerate(entries)]
     named = any(isinstance(entry, tuple) for entry in entries)

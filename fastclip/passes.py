@@ -11,8 +11,9 @@ from torch import Tensor
 
 from fastclip import backends
 from fastclip import table as tables
+from fastclip.backends import units
 from fastclip.backends.contract import Clipped
-from fastclip.gradients import Gradients, Listed
+from fastclip.gradients import Gradients, Listed, are_plain
 from fastclip.gradients import sort_out as sort_out
 
 
@@ -53,6 +54,27 @@ def measure_again(found: Gradients, p: float, inv_scale: Tensor | None = None) -
         lines = dict(zip(order, torch.cat(parts).unbind(), strict=True))
         table = torch.stack([lines[row] for row in range(len(lines))])  # an index would be sent
     return tables.repeat(table, p, found.repeats)
+
+
+def measure_units(
+    listed: Listed, p: float, inv_scale: Tensor | None = None
+) -> tuple[Gradients, Tensor]:
+    """`measure`, with the `powers` of the gradients where that takes no other read."""
+    if listed.plain and (quick := backends.choose(listed.grads[0].device).quick_measure_units):
+        result = quick(listed.grads, p, inv_scale)
+        if result is not None:
+            table, powers = result
+            return Gradients.of_listed(listed, _by_tensor(powers, listed.grads)), table
+    return measure(listed, p, inv_scale)
+
+
+def unit_norms(tensors: Sequence[Tensor]) -> Sequence[Tensor]:
+    """The 2-norms of the units of each tensor, float64 ``[units]``; real, all on one device."""
+    if quick := backends.choose(tensors[0].device).quick_measure_units:
+        result = quick(tensors, 2.0, None) if are_plain(tensors) else None
+        if result is not None:
+            return _by_tensor(result[1].sqrt_(), tensors)
+    return list(map(units.unit_norms, tensors))
 
 
 def clip_(listed: Listed, p: float, max_norm: float | Tensor) -> Tensor:
@@ -116,6 +138,23 @@ def scale_(found: Gradients, coef: Tensor) -> None:
         factor = coef if coef.dim() == 0 else coef[row]
         if factor != 1:  # waits for the device, as coalescing has done before
             gradient.copy_(coalesced)
+
+
+def scale_units_(gradients: Sequence[Tensor], factors: Sequence[Tensor]) -> None:
+    """Multiply each unit in place by its own factor: for each gradient one a unit, float64
+    ``[units]``. As `Backend.scale_`; a gradient all of whose factors are 1 is not written on the
+    CPU. Real gradients that share no memory."""
+    for device in dict.fromkeys(gradient.device for gradient in gradients):
+        rows = [row for row, gradient in enumerate(gradients) if gradient.device == device]
+        own, by = _select(gradients, rows), _select(factors, rows)
+        quick = backends.choose(device).quick_scale_units_ if are_plain(own) else None
+        if quick is None or not quick(own, torch.cat(by)):
+            units.scale_units_(own, by)
+
+
+def _by_tensor(of_units: Tensor, tensors: Sequence[Tensor]) -> Sequence[Tensor]:
+    """What is known of all units, cut into one part a tensor."""
+    return of_units.split([len(x) if x.dim() > 1 else 1 for x in tensors])
 
 
 def _select(tensors: Sequence[Tensor], rows: Sequence[int]) -> list[Tensor]:

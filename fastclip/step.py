@@ -22,7 +22,6 @@ from fastclip.rules import (
     UnsuitableGradient,
     ZClip,
     require_decision,
-    scale_units_,
 )
 from fastclip.scaling import WithoutScaler
 from fastclip.stats import GradStats
@@ -35,7 +34,7 @@ ELSEWHERE = (
 
 _CAPPED = (ZClip, LogZ, AutoClip)  # one threshold, of `max_norm` where it does not bind
 
-Measure = Callable[[Listed, Tensor | None], tuple[Gradients, Tensor]]
+Measure = Callable[[Listed, Tensor | None, bool], tuple[Gradients, Tensor]]
 Rows = Callable[[tuple[str, ...], torch.device], State]  # the rule's state of these gradients
 
 
@@ -95,7 +94,9 @@ class Step(NamedTuple):
         limit: float | Tensor | None = None
         if type(rule) is MaxNorm:  # asked first: a schedule may give what is no threshold
             limit = rule.limit(self.number)
-        found, table = self.measure(self.listed, self.loss_scale.inv_scale)
+        # by unit they are of the gradients as they were before any was zeroed
+        by_unit = chosen != "zero" and getattr(rule, "by_unit", False)
+        found, table = self.measure(self.listed, self.loss_scale.inv_scale, by_unit)
         bad = tables.found_nonfinite(table)
         elsewhere = self.loss_scale.found_elsewhere(bad.device)
         if elsewhere is not None:
@@ -157,6 +158,7 @@ class Step(NamedTuple):
             _of_rows(self.parameters, self.listed, found),
             found.tensors,
             self.loss_scale.inv_scale,
+            found.powers,
         )
         try:
             decision = rule.decide(measured, state)
@@ -197,7 +199,8 @@ class Decided(NamedTuple):
     def write_(self) -> None:
         """Rescale in place."""
         if self.decision.units is not None:
-            scale_units_(self.found.tensors, list(map(self._factor, self.decision.units)))
+            factors = list(map(self._factor, self.decision.units))
+            passes.active().scale_units_(self.found.tensors, factors)
         else:
             passes.active().scale_(self.found, self._factor(self.decision.coef))
         left = self.bad if self.settings.policy != "propagate" else torch.zeros_like(self.bad)

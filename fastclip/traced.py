@@ -4,10 +4,13 @@ While torch.compile or make_fx traces, gradients have no memory that could be lo
 is sorted out here is that no tensor object comes twice. The operators do the rest when they run.
 """
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
 from fastclip import ops
+from fastclip.backends import units
 from fastclip.gradients import Gradients, Listed
 
 
@@ -22,6 +25,16 @@ def measure(listed: Listed, p: float, inv_scale: Tensor | None = None) -> tuple[
 
 def measure_again(found: Gradients, p: float, inv_scale: Tensor | None = None) -> Tensor:
     return ops.measure(found.tensors, p, inv_scale)
+
+
+def measure_units(
+    listed: Listed, p: float, inv_scale: Tensor | None = None
+) -> tuple[Gradients, Tensor]:
+    return measure(listed, p, inv_scale)
+
+
+def unit_norms(tensors: Sequence[Tensor]) -> Sequence[Tensor]:
+    return list(map(units.unit_norms, tensors))
 
 
 def clip_(listed: Listed, p: float, max_norm: float | Tensor) -> Tensor:
@@ -47,3 +60,7 @@ def rescale_(listed: Listed, coef: Tensor) -> None:
 
 def scale_(found: Gradients, coef: Tensor) -> None:
     ops.scale_(found.tensors, coef)
+
+
+def scale_units_(gradients: Sequence[Tensor], factors: Sequence[Tensor]) -> None:
+    units.scale_units_(gradients, factors)

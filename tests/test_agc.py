@@ -8,8 +8,8 @@ import torch
 from torch import Tensor
 
 from fastclip import GradClipper
+from fastclip.backends import units as by_unit
 from fastclip.rules import AGC, Measured, UnsuitableGradient, scale_units_
-from fastclip.rules import units as by_unit
 from fastclip.testing.compare import bitwise_equal
 from tests import reference_rules as reference
 

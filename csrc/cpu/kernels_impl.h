@@ -282,6 +282,15 @@ inline double squares(const char* x, int64_t n, Vec<typename T::Bits> last, cons
 
 template <class T>
 void add_squares(const char* x, int64_t n, int64_t rows, double* powers) {
+  constexpr int64_t kShort = 6;  // elements, up to which one after the other is faster
+  if (n <= kShort) {
+    for (int64_t row = 0; row < rows; ++row)
+      for (int64_t i = row * n; i < (row + 1) * n; ++i) {
+        const double v = T::value(load_bits<T>(x, i));
+        powers[row] += v * v;
+      }
+    return;
+  }
   static constexpr Mask<T> kMask;
   const char* end = x + rows * n * kSize<T>;
   const auto mask =

@@ -10,6 +10,7 @@ from fastclip import table as tables
 
 Measure = Callable[[Sequence[Tensor], float, Tensor | None], Tensor]
 Scale = Callable[[Sequence[Tensor], Tensor], None]
+MeasureUnits = Callable[[Sequence[Tensor], float, Tensor | None], tuple[Tensor, Tensor] | None]
 Clipped = tuple[Tensor, Tensor, Tensor]  # the table, the total norm, the coefficient
 
 
@@ -61,6 +62,12 @@ class Backend:
         The same for a list as the caller passed it: None (False), with nothing touched, if it is
         anything but plain distinct tensors that the kernels serve as they are. They save looking at
         each tensor in Python, which costs more than a small tensor itself.
+    quick_measure_units(grads, p, inv_scale)
+        quick_measure, and of each tensor's units (the slices along its first dimension; a tensor of
+        fewer than two is one) the sums of squares as they are stored: float64 ``[units]``, one
+        tensor after the other. Without it units are the reference's (`backends.units`).
+    quick_scale_units_(grads, coef)
+        quick_scale_ with a coefficient for each unit, float64 ``[units]``.
     """
 
     name: str
@@ -72,6 +79,8 @@ class Backend:
     quick_measure: Callable[[Sequence[Tensor], float, Tensor | None], Tensor | None] | None = None
     quick_scale_: Callable[[Sequence[Tensor], Tensor], bool] | None = None
     quick_clip_: QuickClip | None = None
+    quick_measure_units: MeasureUnits | None = None
+    quick_scale_units_: Callable[[Sequence[Tensor], Tensor], bool] | None = None
 
     def serves(self, device_type: str) -> bool:
         return self.device_types is None or device_type in self.device_types

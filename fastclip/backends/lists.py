@@ -109,7 +109,7 @@ class ListBackend:
             return True
         refused, written = self._operators.scale_(grads, coef)
         if written:
-            _note_written(grads)
+            note_written(grads)
         return refused < 0
 
     def quick_clip_(
@@ -129,7 +129,7 @@ class ListBackend:
         if refused >= 0:
             return None
         if written:
-            _note_written(grads)
+            note_written(grads)
         return table, total, coef
 
     def _served(self, grads: Sequence[Tensor]) -> list[int]:
@@ -194,6 +194,6 @@ def _others(grads: Sequence[Tensor], rows: Sequence[int]) -> list[int]:
     return sorted(set(range(len(grads))) - set(rows))
 
 
-def _note_written(grads: Sequence[Tensor]) -> None:
+def note_written(grads: Sequence[Tensor]) -> None:
     """Tell autograd, which else would use a changed gradient in a gradient of gradients."""
     torch.autograd.graph.increment_version(grads)

@@ -3,6 +3,7 @@
 import functools
 import os
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -10,7 +11,7 @@ from torch import Tensor
 
 from fastclip import _build
 from fastclip.backends.contract import Backend, Refused
-from fastclip.backends.lists import ListBackend, load_library
+from fastclip.backends.lists import NORMS, ListBackend, load_library, note_written
 
 LEVELS = ("avx512", "avx2", "plain")
 LIBRARY = Path(__file__).resolve().parent.parent / "_C.abi3.so"
@@ -46,16 +47,24 @@ def description() -> str:
 
 def provide() -> Backend:
     load()
-    return ListBackend(Operators()).backend("cpu", frozenset({"cpu"}), description())
+    operators = Operators()
+    backend = ListBackend(operators).backend("cpu", frozenset({"cpu"}), description())
+    return replace(
+        backend,
+        quick_measure_units=operators.measure_units,
+        quick_scale_units_=operators.scale_units_,
+    )
 
 
 class Operators:
-    """The library's, for `lists.ListBackend`."""
+    """The library's, for `lists.ListBackend`; those for units are for `contract.Backend` itself."""
 
     def __init__(self) -> None:
         native = torch.ops.fastclip_native
         self._measure, self._scale_ = native.measure.default, native.scale_.default
         self._clip_, self._served = native.clip_.default, native.served.default
+        self._measure_units = native.measure_units.default
+        self._scale_units_ = native.scale_units_.default
 
     def measure(
         self, grads: Sequence[Tensor], p: float, inv_scale: Tensor | None
@@ -75,6 +84,20 @@ class Operators:
         skip: bool,
     ) -> tuple[Tensor, Tensor, Tensor, int, bool]:
         return self._clip_(grads, p, max_norm, _on_host(limit), _on_host(inv_scale), skip)
+
+    def measure_units(
+        self, grads: Sequence[Tensor], p: float, inv_scale: Tensor | None
+    ) -> tuple[Tensor, Tensor] | None:
+        if p not in NORMS or not grads:
+            return None
+        table, powers, refused = self._measure_units(grads, p, _on_host(inv_scale))
+        return (table, powers) if refused < 0 else None
+
+    def scale_units_(self, grads: Sequence[Tensor], coef: Tensor) -> bool:
+        refused, written = self._scale_units_(grads, _on_host(coef))
+        if changed := [grads[row] for row in written.nonzero().view(-1).tolist()]:
+            note_written(changed)
+        return bool(refused < 0)
 
     def served(self, grads: Sequence[Tensor]) -> list[bool]:
         return self._served(grads).tolist()

@@ -27,6 +27,7 @@ is a class with two methods; this one clips to twice the running mean of what it
             return Decision(coef, 2 * mean, {"mean": kept})
 """
 
+from fastclip.passes import scale_units_ as scale_units_
 from fastclip.rules.adagc import AdaGC as AdaGC
 from fastclip.rules.agc import AGC as AGC
 from fastclip.rules.autoclip import AutoClip as AutoClip
@@ -38,7 +39,6 @@ from fastclip.rules.contract import UnsuitableGradient as UnsuitableGradient
 from fastclip.rules.contract import require_decision as require_decision
 from fastclip.rules.logz import LogZ as LogZ
 from fastclip.rules.max_norm import MaxNorm as MaxNorm
-from fastclip.rules.units import scale_units_ as scale_units_
 from fastclip.rules.zclip import ZClip as ZClip
 
 __all__ = [

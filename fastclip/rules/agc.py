@@ -8,8 +8,8 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
+from fastclip import passes
 from fastclip.rules.contract import Decision, Measured, State, UnsuitableGradient, require
-from fastclip.rules.units import unit_norms
 
 
 @dataclass(frozen=True)
@@ -37,6 +37,7 @@ class AGC:
     eps: float = 1e-3
 
     per_tensor: ClassVar[bool] = True
+    by_unit: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
         require("clip_factor", self.clip_factor, "a finite number over 0", lambda x: x > 0)
@@ -54,7 +55,9 @@ class AGC:
         smallest: dict[int, Tensor] = {}
         for device in dict.fromkeys(gradient.device for _, gradient in pairs):
             rows = [row for row, (_, gradient) in enumerate(pairs) if gradient.device == device]
-            coefs, thresholds = self._decide([pairs[row] for row in rows], measured.inv_scale)
+            own = [pairs[row] for row in rows]
+            powers = measured.powers and [measured.powers[row] for row in rows]
+            coefs, thresholds = self._decide(own, powers, measured.inv_scale)
             lowest = torch.stack([_lowest(coefs, 1.0), _lowest(thresholds, math.inf)], 1)
             units |= zip(rows, coefs, strict=True)
             smallest |= zip(rows, lowest.to(measured.norms.device).unbind(), strict=True)
@@ -65,17 +68,25 @@ class AGC:
         return Decision(columns[:, 0], columns[:, 1], state, every)
 
     def _decide(
-        self, pairs: Sequence[tuple[Tensor, Tensor]], inv_scale: Tensor | None
+        self,
+        pairs: Sequence[tuple[Tensor, Tensor]],
+        powers: Sequence[Tensor] | None,
+        inv_scale: Tensor | None,
     ) -> tuple[Sequence[Tensor], Sequence[Tensor]]:
-        """Coefficients and thresholds of each tensor's units, of tensors on one device."""
-        of_parameters = [unit_norms(parameter) for parameter, _ in pairs]
-        of_gradients = [unit_norms(gradient) for _, gradient in pairs]
-        counts = [len(norms) for norms in of_gradients]
+        """Coefficients and thresholds of each tensor's units, of tensors on one device; `powers` as
+        in `Measured`."""
+        parameters, gradients = zip(*pairs, strict=True)
+        unit_norms = passes.active().unit_norms
+        of_parameters = unit_norms(parameters)
+        of_gradients = unit_norms(gradients) if powers is None else powers
+        counts = list(map(len, of_gradients))
         # All units at once: on a GPU every operation on a tensor is a launch.
-        norms = torch.cat(of_gradients)
+        norms = torch.cat(list(of_gradients))
+        if powers is not None:
+            norms.sqrt_()
         if inv_scale is not None:
             norms = norms * inv_scale.to(norms.device, torch.float64)
-        thresholds = self.clip_factor * torch.cat(of_parameters).clamp(min=self.eps)
+        thresholds = self.clip_factor * torch.cat(list(of_parameters)).clamp(min=self.eps)
         within = norms <= thresholds  # false for NaN, which so reaches coef
         coefs = torch.where(within, 1.0, thresholds / norms.clamp(min=1e-6))
         return coefs.split(counts), thresholds.split(counts)

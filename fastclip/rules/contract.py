@@ -25,6 +25,9 @@ class Measured(NamedTuple):
     parameters: Sequence[Tensor]  # [n], on their own devices
     gradients: Sequence[Tensor]  # [n], as they are stored: still times the loss scale
     inv_scale: Tensor | None  # 0-d, one over the loss scale; None without one
+    # [n] sums of squares of the gradients' units, float64 [units]: for a rule that has `by_unit`,
+    # where the backend finds them in the same read
+    powers: Sequence[Tensor] | None = None
 
 
 class Decision(NamedTuple):

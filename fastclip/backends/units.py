@@ -1,6 +1,6 @@
-"""Norms and rescaling by unit: the slices of a tensor along its first dimension.
+"""The reference for norms and rescaling by unit: the slices of a tensor along its first dimension.
 
-A tensor of fewer than two dimensions is one unit.
+A tensor of fewer than two dimensions is one unit. Plain PyTorch, on any device with float64.
 """
 
 import math
