@@ -99,8 +99,8 @@ void measure(StableIValue* stack, uint64_t, uint64_t) {
 }
 
 // measure_units(Tensor[] grads, float p, Tensor? inv_scale)
-//   -> (Tensor table, Tensor powers, int refused)
-// `powers`: the sum of squares of each unit of each tensor, as stored; float64 [units].
+//   -> (Tensor table, Tensor norms, int refused)
+// `norms`: the 2-norm of each unit of each tensor, as stored; float64 [units].
 void measure_units(StableIValue* stack, uint64_t, uint64_t) {
   const TensorList grads(stack[0]);
   const Norm norm = norm_of(to<double>(stack[1]));
@@ -108,14 +108,14 @@ void measure_units(StableIValue* stack, uint64_t, uint64_t) {
   const Inputs inputs = collect(grads, false, Order::kByUnit);
   const bool served = inputs.refused < 0;
   const Tensor table = empty_table(served ? grads.size() : 0);
-  const Tensor powers = empty({served ? number_of_units(inputs) : 0}, aoti_torch_dtype_float64());
+  const Tensor norms = empty({served ? number_of_units(inputs) : 0}, aoti_torch_dtype_float64());
   if (served) {
-    auto* sums = static_cast<double*>(powers.mutable_data_ptr());
-    cpu::measure_units(inputs.pieces, inputs.units.data(), norm, threads(), rows_of(table), sums);
+    auto* out = static_cast<double*>(norms.mutable_data_ptr());
+    cpu::measure_units(inputs.pieces, inputs.units.data(), norm, threads(), rows_of(table), out);
     unscale(rows_of(table), inputs.units.size(), inv_scale, norm);
   }
   stack[0] = from(table);
-  stack[1] = from(powers);
+  stack[1] = from(norms);
   stack[2] = from(inputs.refused);
 }
 
@@ -211,7 +211,7 @@ STABLE_TORCH_LIBRARY(fastclip_native, m) {
   m.def("measure(Tensor[] grads, float p, Tensor? inv_scale) -> (Tensor table, int refused)");
   m.def(
       "measure_units(Tensor[] grads, float p, Tensor? inv_scale)"
-      " -> (Tensor table, Tensor powers, int refused)");
+      " -> (Tensor table, Tensor norms, int refused)");
   m.def("scale_(Tensor(a!)[] grads, Tensor coef) -> (int refused, bool written)");
   m.def("scale_units_(Tensor(a!)[] grads, Tensor coef) -> (int refused, Tensor written)");
   m.def(

@@ -256,7 +256,7 @@ class GradClipper:
     def _measure(
         self, listed: Listed, inv_scale: Tensor | None, by_unit: bool
     ) -> tuple[Gradients, Tensor]:
-        """The one read of the gradients; with their `powers`, if that takes no other, `by_unit`."""
+        """The one read of the gradients; `by_unit` with their `unit_norms`, if it can."""
         p = self._settings.p
         if not listed.grads:
             return Gradients.of_rows(()), tables.empty(p, 0, torch.device("cpu"))

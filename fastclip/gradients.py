@@ -87,8 +87,8 @@ class Row(NamedTuple):
 class Gradients:
     """The gradients as the backends take them: the fields of a `Row`, for every row of the table.
 
-    `sparse` has only the rows, by number, of uncoalesced gradients. `powers`, where they were
-    measured, are the sums of squares of each row's units, float64 ``[units]``, as it is stored.
+    `sparse` has only the rows, by number, of uncoalesced gradients. `unit_norms`,
+    where they were measured, are the 2-norms of all rows' units as stored, float64 ``[units]``.
     """
 
     names: tuple[str, ...]
@@ -96,7 +96,7 @@ class Gradients:
     tensors: list[Tensor]
     repeats: tuple[int, ...]
     sparse: dict[int, tuple[Tensor, Tensor]]
-    powers: Sequence[Tensor] | None = None
+    unit_norms: Tensor | None = None
 
     @classmethod
     def of_rows(cls, rows: Sequence[Row]) -> "Gradients":
@@ -109,10 +109,10 @@ class Gradients:
         )
 
     @classmethod
-    def of_listed(cls, listed: Listed, powers: Sequence[Tensor] | None = None) -> "Gradients":
+    def of_listed(cls, listed: Listed, unit_norms: Tensor | None = None) -> "Gradients":
         """Those of a list that a backend has taken as it is."""
         numel = tuple(map(Tensor.numel, listed.grads))
-        return cls(listed.labels(), numel, listed.grads, (1,) * len(numel), {}, powers)
+        return cls(listed.labels(), numel, listed.grads, (1,) * len(numel), {}, unit_norms)
 
     def rows(self) -> list[Row]:
         """What `of_rows` makes these of."""

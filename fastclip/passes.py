@@ -59,22 +59,23 @@ def measure_again(found: Gradients, p: float, inv_scale: Tensor | None = None) -
 def measure_units(
     listed: Listed, p: float, inv_scale: Tensor | None = None
 ) -> tuple[Gradients, Tensor]:
-    """`measure`, with the `powers` of the gradients where that takes no other read."""
+    """`measure`, with the `unit_norms` of the gradients where that takes no other read."""
     if listed.plain and (quick := backends.choose(listed.grads[0].device).quick_measure_units):
         result = quick(listed.grads, p, inv_scale)
         if result is not None:
-            table, powers = result
-            return Gradients.of_listed(listed, _by_tensor(powers, listed.grads)), table
+            table, norms = result
+            return Gradients.of_listed(listed, norms), table
     return measure(listed, p, inv_scale)
 
 
-def unit_norms(tensors: Sequence[Tensor]) -> Sequence[Tensor]:
-    """The 2-norms of the units of each tensor, float64 ``[units]``; real, all on one device."""
+def unit_norms(tensors: Sequence[Tensor]) -> Tensor:
+    """The 2-norms of the units of real tensors on one device, one tensor after the other: float64
+    ``[units]``."""
     if quick := backends.choose(tensors[0].device).quick_measure_units:
         result = quick(tensors, 2.0, None) if are_plain(tensors) else None
         if result is not None:
-            return _by_tensor(result[1].sqrt_(), tensors)
-    return list(map(units.unit_norms, tensors))
+            return result[1]
+    return torch.cat(list(map(units.unit_norms, tensors)))
 
 
 def clip_(listed: Listed, p: float, max_norm: float | Tensor) -> Tensor:
@@ -150,11 +151,6 @@ def scale_units_(gradients: Sequence[Tensor], factors: Sequence[Tensor]) -> None
         quick = backends.choose(device).quick_scale_units_ if are_plain(own) else None
         if quick is None or not quick(own, torch.cat(by)):
             units.scale_units_(own, by)
-
-
-def _by_tensor(of_units: Tensor, tensors: Sequence[Tensor]) -> Sequence[Tensor]:
-    """What is known of all units, cut into one part a tensor."""
-    return of_units.split([len(x) if x.dim() > 1 else 1 for x in tensors])
 
 
 def _select(tensors: Sequence[Tensor], rows: Sequence[int]) -> list[Tensor]:

@@ -158,7 +158,7 @@ class Step(NamedTuple):
             _of_rows(self.parameters, self.listed, found),
             found.tensors,
             self.loss_scale.inv_scale,
-            found.powers,
+            found.unit_norms,
         )
         try:
             decision = rule.decide(measured, state)

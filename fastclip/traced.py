@@ -33,8 +33,8 @@ def measure_units(
     return measure(listed, p, inv_scale)
 
 
-def unit_norms(tensors: Sequence[Tensor]) -> Sequence[Tensor]:
-    return list(map(units.unit_norms, tensors))
+def unit_norms(tensors: Sequence[Tensor]) -> Tensor:
+    return torch.cat(list(map(units.unit_norms, tensors)))
 
 
 def clip_(listed: Listed, p: float, max_norm: float | Tensor) -> Tensor:

@@ -2,6 +2,7 @@
 #include "passes.h"
 
 #include <algorithm>
+#include <cmath>
 #include <vector>
 
 #include "kernels.h"
@@ -98,25 +99,33 @@ class Rows {
   std::vector<int64_t> partial_of_;
 };
 
-// The sums of squares of all units of a list, in the same way.
-class Powers {
+// The 2-norms of all units of a list, in the same way; of a unit that is longer than a chunk the
+// parts are sums of squares.
+class Norms {
  public:
-  Powers(const Schedule& schedule, const Units* units, int64_t n, double* powers)
-      : schedule_(schedule), units_(units), n_(n), powers_(powers), partial_(schedule.first[n]) {
-    for (int64_t p = 0; p < n; ++p) std::fill_n(powers + units[p].first, units[p].count, 0.0);
+  Norms(const Schedule& schedule, const Units* units, int64_t n, double* norms)
+      : schedule_(schedule), units_(units), n_(n), norms_(norms), partial_(schedule.first[n]) {
+    for (int64_t p = 0; p < n; ++p) std::fill_n(norms + units[p].first, units[p].count, 0.0);
   }
 
-  // Of the first unit of a chunk, or of the part that it has of one.
-  double* of(int64_t p, int64_t c) {
-    if (is_cut(p)) return &partial_[schedule_.first[p] + c];
-    return powers_ + units_[p].first + schedule_.range(units_[p], c).begin / units_[p].width;
+  // f(sums) adds squares to the sums of the units of a chunk, or to that of the part it has of one.
+  template <class F>
+  void add(int64_t p, int64_t c, Range chunk, F f) {
+    if (is_cut(p)) return f(&partial_[schedule_.first[p] + c]);
+    const int64_t width = units_[p].width;
+    double* norms = norms_ + units_[p].first + chunk.begin / width;
+    f(norms);
+    for (int64_t i = 0; i < chunk.n / width; ++i) norms[i] = std::sqrt(norms[i]);
   }
 
   void combine_chunks() {
-    for (int64_t p = 0; p < n_; ++p)
-      if (is_cut(p))
-        for (int64_t c = 0; c < schedule_.chunks(p); ++c)
-          powers_[units_[p].first + c / schedule_.parts(units_[p])] += *of(p, c);
+    for (int64_t p = 0; p < n_; ++p) {
+      if (!is_cut(p)) continue;
+      double* norms = norms_ + units_[p].first;
+      for (int64_t c = 0; c < schedule_.chunks(p); ++c)
+        norms[c / schedule_.parts(units_[p])] += partial_[schedule_.first[p] + c];
+      for (int64_t i = 0; i < units_[p].count; ++i) norms[i] = std::sqrt(norms[i]);
+    }
   }
 
  private:
@@ -125,7 +134,7 @@ class Powers {
   const Schedule& schedule_;
   const Units* units_;
   int64_t n_;
-  double* powers_;
+  double* norms_;
   std::vector<double> partial_;
 };
 
@@ -147,25 +156,26 @@ void measure(const Pieces& pieces, Norm norm, const Threads& threads, Row* into)
 }
 
 void measure_units(const Pieces& pieces, const Units* units, Norm norm, const Threads& threads,
-                   Row* into, double* sums) {
+                   Row* into, double* unit_norms) {
   const Schedule schedule(pieces.list, units);
   const int64_t n = int64_t(pieces.list.size());
   Rows rows(schedule, n, into);
-  Powers powers(schedule, units, n, sums);
+  Norms norms(schedule, units, n, unit_norms);
   for_all_chunks(schedule, threads, false, [&](int64_t p, int64_t c) {
     const Piece& piece = pieces.list[p];
     const Range chunk = schedule.range(units[p], c);
     const int64_t width = std::min(units[p].width, chunk.n);
     const int type = int(piece.type);
     Row& row = rows.of(p, c);
-    double* power = powers.of(p, c);
-    for_unit_runs(piece, layout_of(pieces, p), chunk, width, [&](const Run& run, auto) {
-      kernels().measure[type](run.data, run.n, norm, row);
-      kernels().add_squares[type](run.data, run.width, run.n / run.width, power + run.unit);
+    norms.add(p, c, chunk, [&](double* sums) {
+      for_unit_runs(piece, layout_of(pieces, p), chunk, width, [&](const Run& run, auto) {
+        kernels().measure[type](run.data, run.n, norm, row);
+        kernels().add_squares[type](run.data, run.width, run.n / run.width, sums + run.unit);
+      });
     });
   });
   rows.combine_chunks(norm);
-  powers.combine_chunks();
+  norms.combine_chunks();
 }
 
 void scale(const Pieces& pieces, const double* coefs, int64_t stride, const Threads& threads) {

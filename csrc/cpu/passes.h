@@ -20,10 +20,10 @@ struct Threads {
 // Fills rows[0 .. pieces.list.size()). The same bits for every number of threads.
 void measure(const Pieces& pieces, Norm norm, const Threads& threads, Row* rows);
 
-// The same, of elements numbered by unit, and the sum of squares of each unit: units[i] are those
-// of piece i. The rows may differ from those of measure() by rounding.
+// The same, of elements numbered by unit, and the 2-norm of each unit: units[i] are those of piece
+// i. The rows may differ from those of measure() by rounding.
 void measure_units(const Pieces& pieces, const Units* units, Norm norm, const Threads& threads,
-                   Row* rows, double* powers);
+                   Row* rows, double* unit_norms);
 
 // Multiplies piece i by coefs[i * stride]; a coefficient that is 1 in the type of the product
 // writes nothing. Runs backwards through memory, to meet what measure() has left in the caches.

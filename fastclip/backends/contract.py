@@ -64,8 +64,8 @@ class Backend:
         each tensor in Python, which costs more than a small tensor itself.
     quick_measure_units(grads, p, inv_scale)
         quick_measure, and of each tensor's units (the slices along its first dimension; a tensor of
-        fewer than two is one) the sums of squares as they are stored: float64 ``[units]``, one
-        tensor after the other. Without it units are the reference's (`backends.units`).
+        fewer than two is one) the 2-norms as they are stored: float64 ``[units]``, one tensor after
+        the other. Without it units are the reference's (`backends.units`).
     quick_scale_units_(grads, coef)
         quick_scale_ with a coefficient for each unit, float64 ``[units]``.
     """

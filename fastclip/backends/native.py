@@ -90,8 +90,8 @@ class Operators:
     ) -> tuple[Tensor, Tensor] | None:
         if p not in NORMS or not grads:
             return None
-        table, powers, refused = self._measure_units(grads, p, _on_host(inv_scale))
-        return (table, powers) if refused < 0 else None
+        table, norms, refused = self._measure_units(grads, p, _on_host(inv_scale))
+        return (table, norms) if refused < 0 else None
 
     def scale_units_(self, grads: Sequence[Tensor], coef: Tensor) -> bool:
         refused, written = self._scale_units_(grads, _on_host(coef))

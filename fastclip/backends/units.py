@@ -21,6 +21,11 @@ WIDTHS = (32, 128)  # elements whose squares may be added in float32
 SMALLEST = 2.0**-46
 
 
+def count(x: Tensor) -> int:
+    """The number of units."""
+    return x.shape[0] if x.dim() > 1 else 1
+
+
 def unit_norms(x: Tensor) -> Tensor:
     """The 2-norm of each unit of a real tensor of any strides, float64 ``[units]``."""
     x = _by_unit(x)

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from fastclip import passes
+from fastclip.backends import units as by_unit
 from fastclip.rules.contract import Decision, Measured, State, UnsuitableGradient, require
 
 
@@ -55,47 +56,38 @@ class AGC:
         smallest: dict[int, Tensor] = {}
         for device in dict.fromkeys(gradient.device for _, gradient in pairs):
             rows = [row for row, (_, gradient) in enumerate(pairs) if gradient.device == device]
-            own = [pairs[row] for row in rows]
-            powers = measured.powers and [measured.powers[row] for row in rows]
-            coefs, thresholds = self._decide(own, powers, measured.inv_scale)
-            lowest = torch.stack([_lowest(coefs, 1.0), _lowest(thresholds, math.inf)], 1)
-            units |= zip(rows, coefs, strict=True)
+            counts = [by_unit.count(pairs[row][1]) for row in rows]
+            columns = self._decide([pairs[row] for row in rows], measured)
+            lowest = torch.stack([_lowest(part) for part in columns.split(counts, 1)])
+            units |= zip(rows, columns[0].split(counts), strict=True)
             smallest |= zip(rows, lowest.to(measured.norms.device).unbind(), strict=True)
         if not pairs:
             return Decision(measured.norms, measured.norms, state, [])
-        columns = torch.stack([smallest[row] for row in range(len(pairs))])
+        lows = torch.stack([smallest[row] for row in range(len(pairs))])
         every = [units[row] for row in range(len(pairs))]
-        return Decision(columns[:, 0], columns[:, 1], state, every)
+        return Decision(lows[:, 0], lows[:, 1], state, every)
 
-    def _decide(
-        self,
-        pairs: Sequence[tuple[Tensor, Tensor]],
-        powers: Sequence[Tensor] | None,
-        inv_scale: Tensor | None,
-    ) -> tuple[Sequence[Tensor], Sequence[Tensor]]:
-        """Coefficients and thresholds of each tensor's units, of tensors on one device; `powers` as
-        in `Measured`."""
+    def _decide(self, pairs: Sequence[tuple[Tensor, Tensor]], measured: Measured) -> Tensor:
+        """Coefficients and thresholds of the units of tensors on one device, ``[2, units]``."""
         parameters, gradients = zip(*pairs, strict=True)
         unit_norms = passes.active().unit_norms
-        of_parameters = unit_norms(parameters)
-        of_gradients = unit_norms(gradients) if powers is None else powers
-        counts = list(map(len, of_gradients))
         # All units at once: on a GPU every operation on a tensor is a launch.
-        norms = torch.cat(list(of_gradients))
-        if powers is not None:
-            norms.sqrt_()
-        if inv_scale is not None:
-            norms = norms * inv_scale.to(norms.device, torch.float64)
-        thresholds = self.clip_factor * torch.cat(list(of_parameters)).clamp(min=self.eps)
-        within = norms <= thresholds  # false for NaN, which so reaches coef
+        norms = measured.unit_norms
+        if norms is None:
+            norms = unit_norms(gradients)
+        if measured.inv_scale is not None:
+            norms = norms * measured.inv_scale.to(norms.device, torch.float64)
+        thresholds = unit_norms(parameters).clamp(min=self.eps) * self.clip_factor
+        within = norms <= thresholds  # false for NaN, which so reaches the coefficient
         coefs = torch.where(within, 1.0, thresholds / norms.clamp(min=1e-6))
-        return coefs.split(counts), thresholds.split(counts)
+        return torch.stack([coefs, thresholds])
 
 
-def _lowest(parts: Sequence[Tensor], default: float) -> Tensor:
-    """The smallest value of each part, ``[n]``; `default` where there are none."""
-    lows = [part.amin() if len(part) else part.new_full((), default) for part in parts]
-    return torch.stack(lows)
+def _lowest(columns: Tensor) -> Tensor:
+    """The smallest coefficient and threshold, ``[2]``; of no units 1 and infinity."""
+    if columns.shape[1] > 0:
+        return columns.amin(1)
+    return torch.stack([columns.new_ones(()), columns.new_full((), math.inf)])
 
 
 def _refuse_unsuitable(row: int, parameter: Tensor, gradient: Tensor) -> None:

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from fastclip import table as tables
+from fastclip.backends import units as by_unit
 from fastclip.checks import require as require
 
 State = dict[str, Tensor]
@@ -25,9 +26,9 @@ class Measured(NamedTuple):
     parameters: Sequence[Tensor]  # [n], on their own devices
     gradients: Sequence[Tensor]  # [n], as they are stored: still times the loss scale
     inv_scale: Tensor | None  # 0-d, one over the loss scale; None without one
-    # [n] sums of squares of the gradients' units, float64 [units]: for a rule that has `by_unit`,
-    # where the backend finds them in the same read
-    powers: Sequence[Tensor] | None = None
+    # 2-norms of the gradients' units, one gradient after the other, float64 [units], as stored: for
+    # a rule with `by_unit`, where the backend finds them in the same read
+    unit_norms: Tensor | None = None
 
 
 class Decision(NamedTuple):
@@ -46,7 +47,9 @@ class Decision(NamedTuple):
 
     def unless(self, found: Tensor, state: State) -> "Decision":
         """This decision; where `found` (0-d bool) holds, coefficients of 1 and the old `state`."""
-        units = self.units and [u.masked_fill(found.to(u.device), 1.0) for u in self.units]
+        units = self.units
+        if units and tables.peek(found) != 0:
+            units = [part.masked_fill(found.to(part.device), 1.0) for part in units]
         return Decision(
             self.coef.masked_fill(found, 1.0),
             self.threshold,
@@ -119,9 +122,9 @@ def require_decision(rule: Rule, decision: object, measured: Measured, state: St
     if not isinstance(decision, Decision):
         raise TypeError(f"{kind}.decide must return a Decision, got {type(decision).__name__}")
     shape = measured.norms.shape if rule.per_tensor else measured.total.shape
-    like = measured.total.new_empty(()).expand(shape)
-    _require_like(f"the coef of {kind}", decision.coef, like)
-    _require_like(f"the threshold of {kind}", decision.threshold, like)
+    form = (torch.float64, shape, measured.total.device)
+    _require_form(f"the coef of {kind}", decision.coef, *form)
+    _require_form(f"the threshold of {kind}", decision.threshold, *form)
     if not isinstance(decision.state, dict):
         what = type(decision.state).__name__
         raise TypeError(f"the state of {kind} must be a dict of Tensors, got {what}")
@@ -130,7 +133,8 @@ def require_decision(rule: Rule, decision: object, measured: Measured, state: St
             f"the state of {kind} must have the keys {sorted(state)}, got {sorted(decision.state)}"
         )
     for name, part in state.items():
-        _require_like(f"the state {name!r} of {kind}", decision.state[name], part)
+        what = f"the state {name!r} of {kind}"
+        _require_form(what, decision.state[name], part.dtype, part.shape, part.device)
     if decision.units is None:
         return
     if not rule.per_tensor or len(decision.units) != len(measured.gradients):
@@ -139,19 +143,20 @@ def require_decision(rule: Rule, decision: object, measured: Measured, state: St
             f"rule with per_tensor = True, got {len(decision.units)} with {rule.per_tensor}"
         )
     for number, (part, gradient) in enumerate(zip(decision.units, measured.gradients, strict=True)):
-        units = len(gradient) if gradient.dim() > 1 else 1
-        like = torch.empty((), dtype=torch.float64, device=gradient.device).expand(units)
-        _require_like(f"the units of gradient {number} of {kind}", part, like)
+        what = f"the units of gradient {number} of {kind}"
+        _require_form(what, part, torch.float64, (by_unit.count(gradient),), gradient.device)
 
 
-def _require_like(what: str, value: object, like: Tensor) -> None:
+def _require_form(
+    what: str, value: object, dtype: torch.dtype, shape: tuple[int, ...], device: torch.device
+) -> None:
     """Raise unless it is a Tensor of that dtype, shape and device."""
-    if not isinstance(value, Tensor) or value.dtype != like.dtype:
+    if not isinstance(value, Tensor) or value.dtype != dtype:
         got = f"one of {value.dtype}" if isinstance(value, Tensor) else type(value).__name__
-        raise TypeError(f"{what} must be a Tensor of {like.dtype}, got {got}")
-    if value.shape != like.shape or value.device != like.device:
+        raise TypeError(f"{what} must be a Tensor of {dtype}, got {got}")
+    if value.shape != shape or value.device != device:
         raise ValueError(
-            f"{what} must have shape {tuple(like.shape)} on {like.device}, got "
+            f"{what} must have shape {tuple(shape)} on {device}, got "
             f"{tuple(value.shape)} on {value.device}"
         )
 
