@@ -119,6 +119,19 @@ void measure_units(StableIValue* stack, uint64_t, uint64_t) {
   stack[2] = from(inputs.refused);
 }
 
+// unit_norms(Tensor[] tensors) -> (Tensor norms, int refused); the norms alone, of any tensors
+void unit_norms(StableIValue* stack, uint64_t, uint64_t) {
+  const TensorList tensors(stack[0]);
+  const Inputs inputs = fastclip::collect(tensors, false, accepted(), Order::kByUnit);
+  const bool served = inputs.refused < 0;
+  const Tensor norms = empty({served ? number_of_units(inputs) : 0}, aoti_torch_dtype_float64());
+  if (served)
+    cpu::measure_units(inputs.pieces, inputs.units.data(), Norm::kSquares, threads(), nullptr,
+                       static_cast<double*>(norms.mutable_data_ptr()));
+  stack[0] = from(norms);
+  stack[1] = from(inputs.refused);
+}
+
 // scale_(Tensor(a!)[] grads, Tensor coef) -> (int refused, bool written); coef: 0-d or [n]
 void scale_(StableIValue* stack, uint64_t, uint64_t) {
   const TensorList grads(stack[0]);
@@ -212,6 +225,7 @@ STABLE_TORCH_LIBRARY(fastclip_native, m) {
   m.def(
       "measure_units(Tensor[] grads, float p, Tensor? inv_scale)"
       " -> (Tensor table, Tensor norms, int refused)");
+  m.def("unit_norms(Tensor[] tensors) -> (Tensor norms, int refused)");
   m.def("scale_(Tensor(a!)[] grads, Tensor coef) -> (int refused, bool written)");
   m.def("scale_units_(Tensor(a!)[] grads, Tensor coef) -> (int refused, Tensor written)");
   m.def(
@@ -227,6 +241,7 @@ STABLE_TORCH_LIBRARY(fastclip_native, m) {
 STABLE_TORCH_LIBRARY_IMPL(fastclip_native, CompositeExplicitAutograd, m) {
   m.impl("measure", &fastclip::measure);
   m.impl("measure_units", &fastclip::measure_units);
+  m.impl("unit_norms", &fastclip::unit_norms);
   m.impl("scale_", &fastclip::scale_);
   m.impl("scale_units_", &fastclip::scale_units_);
   m.impl("clip_", &fastclip::clip_);
@@ -240,6 +255,7 @@ STABLE_TORCH_LIBRARY_IMPL(fastclip_native, CompositeExplicitAutograd, m) {
 STABLE_TORCH_LIBRARY_IMPL(fastclip_native, Autograd, m) {
   m.impl("measure", &fastclip::measure);
   m.impl("measure_units", &fastclip::measure_units);
+  m.impl("unit_norms", &fastclip::unit_norms);
   m.impl("scale_", &fastclip::scale_);
   m.impl("scale_units_", &fastclip::scale_units_);
   m.impl("clip_", &fastclip::clip_);

@@ -71,11 +71,9 @@ def measure_units(
 def unit_norms(tensors: Sequence[Tensor]) -> Tensor:
     """The 2-norms of the units of real tensors on one device, one tensor after the other: float64
     ``[units]``."""
-    if quick := backends.choose(tensors[0].device).quick_measure_units:
-        result = quick(tensors, 2.0, None) if are_plain(tensors) else None
-        if result is not None:
-            return result[1]
-    return torch.cat(list(map(units.unit_norms, tensors)))
+    quick = backends.choose(tensors[0].device).quick_unit_norms
+    norms = quick(tensors) if quick and are_plain(tensors) else None
+    return norms if norms is not None else torch.cat(list(map(units.unit_norms, tensors)))
 
 
 def clip_(listed: Listed, p: float, max_norm: float | Tensor) -> Tensor:

@@ -3,6 +3,7 @@
 
 #include <algorithm>
 #include <cmath>
+#include <optional>
 #include <vector>
 
 #include "kernels.h"
@@ -159,22 +160,23 @@ void measure_units(const Pieces& pieces, const Units* units, Norm norm, const Th
                    Row* into, double* unit_norms) {
   const Schedule schedule(pieces.list, units);
   const int64_t n = int64_t(pieces.list.size());
-  Rows rows(schedule, n, into);
+  std::optional<Rows> rows;
+  if (into != nullptr) rows.emplace(schedule, n, into);
   Norms norms(schedule, units, n, unit_norms);
   for_all_chunks(schedule, threads, false, [&](int64_t p, int64_t c) {
     const Piece& piece = pieces.list[p];
     const Range chunk = schedule.range(units[p], c);
     const int64_t width = std::min(units[p].width, chunk.n);
     const int type = int(piece.type);
-    Row& row = rows.of(p, c);
+    Row* row = rows ? &rows->of(p, c) : nullptr;
     norms.add(p, c, chunk, [&](double* sums) {
       for_unit_runs(piece, layout_of(pieces, p), chunk, width, [&](const Run& run, auto) {
-        kernels().measure[type](run.data, run.n, norm, row);
+        if (row != nullptr) kernels().measure[type](run.data, run.n, norm, *row);
         kernels().add_squares[type](run.data, run.width, run.n / run.width, sums + run.unit);
       });
     });
   });
-  rows.combine_chunks(norm);
+  if (rows) rows->combine_chunks(norm);
   norms.combine_chunks();
 }
 

@@ -21,7 +21,7 @@ struct Threads {
 void measure(const Pieces& pieces, Norm norm, const Threads& threads, Row* rows);
 
 // The same, of elements numbered by unit, and the 2-norm of each unit: units[i] are those of piece
-// i. The rows may differ from those of measure() by rounding.
+// i. The rows may differ from those of measure() by rounding; null if they are not asked for.
 void measure_units(const Pieces& pieces, const Units* units, Norm norm, const Threads& threads,
                    Row* rows, double* unit_norms);
 

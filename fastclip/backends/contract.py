@@ -66,6 +66,8 @@ class Backend:
         quick_measure, and of each tensor's units (the slices along its first dimension; a tensor of
         fewer than two is one) the 2-norms as they are stored: float64 ``[units]``, one tensor after
         the other. Without it units are the reference's (`backends.units`).
+    quick_unit_norms(tensors)
+        Those norms alone, also of tensors that share memory.
     quick_scale_units_(grads, coef)
         quick_scale_ with a coefficient for each unit, float64 ``[units]``.
     """
@@ -80,6 +82,7 @@ class Backend:
     quick_scale_: Callable[[Sequence[Tensor], Tensor], bool] | None = None
     quick_clip_: QuickClip | None = None
     quick_measure_units: MeasureUnits | None = None
+    quick_unit_norms: Callable[[Sequence[Tensor]], Tensor | None] | None = None
     quick_scale_units_: Callable[[Sequence[Tensor], Tensor], bool] | None = None
 
     def serves(self, device_type: str) -> bool:

@@ -52,6 +52,7 @@ def provide() -> Backend:
     return replace(
         backend,
         quick_measure_units=operators.measure_units,
+        quick_unit_norms=operators.unit_norms,
         quick_scale_units_=operators.scale_units_,
     )
 
@@ -64,6 +65,7 @@ class Operators:
         self._measure, self._scale_ = native.measure.default, native.scale_.default
         self._clip_, self._served = native.clip_.default, native.served.default
         self._measure_units = native.measure_units.default
+        self._unit_norms = native.unit_norms.default
         self._scale_units_ = native.scale_units_.default
 
     def measure(
@@ -92,6 +94,10 @@ class Operators:
             return None
         table, norms, refused = self._measure_units(grads, p, _on_host(inv_scale))
         return (table, norms) if refused < 0 else None
+
+    def unit_norms(self, tensors: Sequence[Tensor]) -> Tensor | None:
+        norms, refused = self._unit_norms(tensors)
+        return norms if refused < 0 else None
 
     def scale_units_(self, grads: Sequence[Tensor], coef: Tensor) -> bool:
         refused, written = self._scale_units_(grads, _on_host(coef))
