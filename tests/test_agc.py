@@ -1,16 +1,20 @@
 """AGC: norms of units, coefficients, and the rescaling of units in place."""
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import pytest
 import torch
 from torch import Tensor
 
-from fastclip import GradClipper
+import fastclip
+from fastclip import GradClipper, passes
+from fastclip.backends import Backend
 from fastclip.backends import units as by_unit
+from fastclip.gradients import Listed
 from fastclip.rules import AGC, Measured, UnsuitableGradient, scale_units_
 from fastclip.testing.compare import bitwise_equal
+from fastclip.testing.variants import Variant
 from tests import reference_rules as reference
 
 INF, NAN = math.inf, math.nan
@@ -54,14 +58,24 @@ def _pair(kind: str, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     return SHAPES[kind]().to(dtype), _spread(SHAPES[kind]()).to(dtype)
 
 
-@pytest.mark.parametrize("piece", [1 << 16, 7], ids=lambda n: f"pieces-of-{n}")
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("kind", SHAPES)
-def test_units_one_by_one(
-    kind: str, dtype: torch.dtype, piece: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_units_one_by_one(kind: str, dtype: torch.dtype, each_backend: Variant) -> None:
     """Coefficients and clipped gradients are those of a loop over the units."""
-    monkeypatch.setitem(by_unit.PIECE, "cpu", piece)
+    _require_one_by_one(kind, dtype)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("kind", SHAPES)
+def test_units_one_by_one_in_small_pieces(
+    kind: str, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(by_unit.PIECE, "cpu", 7)
+    with fastclip.backend("reference"):
+        _require_one_by_one(kind, dtype)
+
+
+def _require_one_by_one(kind: str, dtype: torch.dtype) -> None:
     parameter, gradient = _pair(kind, dtype)
     rule, peer = AGC(clip_factor=0.1), reference.AGC(clip_factor=0.1)
     decision = rule.decide(seen([parameter], [gradient]), {})
@@ -106,17 +120,92 @@ def test_many_tensors_at_once() -> None:
     ],
     ids=str,
 )
-def test_norms_whose_squares_no_dtype_of_theirs_holds(dtype: torch.dtype, value: float) -> None:
+def test_norms_whose_squares_no_dtype_of_theirs_holds(
+    dtype: torch.dtype, value: float, each_backend: Variant
+) -> None:
     x = torch.full((3, 1000), value, dtype=dtype)
     wanted = x[0, 0].double() * math.sqrt(1000)
-    torch.testing.assert_close(by_unit.unit_norms(x), wanted.expand(3), rtol=1e-12, atol=0.0)
+    # float32 sums, of which float64 takes the place where they leave its range
+    rtol = 1e-12 if each_backend.backend == "reference" else 6e-7
+    torch.testing.assert_close(passes.unit_norms([x]), wanted.expand(3), rtol=rtol, atol=0.0)
 
 
-def test_long_units_are_exact() -> None:
+def test_long_units(each_backend: Variant) -> None:
     """Longer than a piece, where adding in float32 would lose a percent."""
     x = torch.full((2, 9_000_000), 0.01)
     wanted = x[0, 0].double() * 3000
-    torch.testing.assert_close(by_unit.unit_norms(x), wanted.expand(2), rtol=1e-9, atol=0.0)
+    rtol = 1e-9 if each_backend.backend == "reference" else 6e-7
+    torch.testing.assert_close(passes.unit_norms([x]), wanted.expand(2), rtol=rtol, atol=0.0)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_units_for_any_number_of_threads(dtype: torch.dtype, each_backend: Variant) -> None:
+    """Norms and rescaled gradients are bitwise the same: of rows longer than a thread takes at a
+    time, of many short ones, and of rows that lie apart."""
+    if each_backend.backend != "cpu":
+        pytest.skip("only the CPU kernels promise this")
+    sizes = [(3, 200_001), (4000, 96), (300, 1001), (50_000, 7)]
+    tensors = [torch.randn(size).to(dtype) for size in sizes]
+    tensors += [torch.randn(700, 300).to(dtype).t(), torch.randn(70_000).to(dtype)]
+    factors = [torch.rand(by_unit.count(x), dtype=torch.float64) for x in tensors]
+    results = []
+    for threads in (1, 2, 4, 3, 7):
+        torch.set_num_threads(threads)
+        found, _ = passes.measure_units(Listed(tensors, None), 2.0)
+        assert found.unit_norms is not None
+        again = [x.clone(memory_format=torch.preserve_format) for x in tensors]
+        scale_units_(again, factors)
+        results.append([found.unit_norms, passes.unit_norms(tensors), *again])
+    for other in results[1:]:
+        assert all(bitwise_equal(a, b) for a, b in zip(results[0], other, strict=True))
+    assert torch.equal(results[0][0], results[0][1])
+
+
+@pytest.mark.parametrize("p", [0.0, 1.0, 2.0, INF])
+def test_a_table_measured_with_units(p: float, opened: Backend) -> None:
+    """It is the table, in any order of the norm, with a loss scale taken out."""
+    if opened.quick_measure_units is None:
+        pytest.skip(f"{opened.name} does not measure units in the same read")
+    tensors = [_pair(kind, dtype)[1] for kind in SHAPES for dtype in DTYPES]
+    next(x for x in tensors if x.dim() == 2)[1, 3] = NAN
+    inv_scale = torch.tensor(0.25, dtype=torch.float64)
+    result = opened.quick_measure_units(tensors, p, inv_scale)
+    assert result is not None
+    table = opened.measure(tensors, p, inv_scale)
+    torch.testing.assert_close(result[0], table, rtol=1e-6, atol=0.0, equal_nan=True)
+    norms = torch.cat(list(map(by_unit.unit_norms, tensors)))
+    torch.testing.assert_close(result[1], norms, rtol=1e-6, atol=0.0, equal_nan=True)
+
+
+def test_units_that_the_kernels_do_not_take() -> None:
+    """An expanded parameter, and more dimensions than they have room for, go to the reference."""
+    wide = torch.randn(512).view((2,) * 9).permute(*range(8, -1, -1))[..., ::2, :]
+    tensors = [torch.randn(3, 1).expand(3, 5), wide, torch.randn(2, 2)]
+    wanted = torch.cat([x.flatten(1).double().norm(dim=1) for x in tensors])
+    torch.testing.assert_close(passes.unit_norms(tensors), wanted, rtol=1e-6, atol=0.0)
+    again = [wide.clone(memory_format=torch.preserve_format), tensors[2].clone()]
+    scale_units_(again, [torch.tensor([0.5, 1.0], dtype=torch.float64)] * 2)
+    for scaled, x in zip(again, tensors[1:], strict=True):
+        assert torch.equal(scaled[0], x[0] / 2)
+        assert torch.equal(scaled[1], x[1])
+
+
+def test_a_step_reads_gradients_once(monkeypatch: pytest.MonkeyPatch, cpu_available: None) -> None:
+    """Their unit norms come with the statistics; only the parameters' are asked for."""
+    asked: list[int] = []
+    known = passes.unit_norms
+
+    def asking(tensors: Sequence[Tensor]) -> Tensor:
+        asked.append(len(tensors))
+        return known(tensors)
+
+    monkeypatch.setattr(passes, "unit_norms", asking)
+    parameter = torch.nn.Parameter(torch.ones(3, 4))
+    parameter.grad = torch.full((3, 4), 2.0)
+    stats = GradClipper([parameter], rule=AGC()).clip_()
+    assert asked == [1]
+    assert stats.coef.tolist() == pytest.approx([0.005])
+    assert parameter.grad.flatten().tolist() == pytest.approx([0.01] * 12)
 
 
 def test_a_loss_scale_is_taken_out() -> None:
@@ -223,11 +312,13 @@ def test_names_need_not_be_distinct() -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
-@pytest.mark.parametrize("width", [32, 96, 127, 128, 768, 3072, 6016])
+@pytest.mark.parametrize("width", [1, 5, 9, 32, 96, 127, 128, 768, 3072, 6016])
 @pytest.mark.parametrize(
     "values", ["normal", "equal", "zeros", "tiny", "denormal", "huge", "one-huge", "nan", "inf"]
 )
-def test_unit_norms_of_rows(values: str, width: int, dtype: torch.dtype) -> None:
+def test_unit_norms_of_rows(
+    values: str, width: int, dtype: torch.dtype, each_backend: Variant
+) -> None:
     x = torch.randn(9, width)
     if values == "equal":
         x.fill_(0.1)
@@ -242,8 +333,7 @@ def test_unit_norms_of_rows(values: str, width: int, dtype: torch.dtype) -> None
         x = x.nan_to_num().clamp(-65504, 65504)
     x = x.to(dtype)
     expected = x.to(torch.float64).square().sum(1).sqrt()
-    torch.testing.assert_close(by_unit.unit_norms(x), expected, rtol=1e-6, atol=0, equal_nan=True)
+    norms = passes.unit_norms([x])
+    torch.testing.assert_close(norms, expected, rtol=1e-6, atol=0, equal_nan=True)
     conv = x.view(9, 1, width, 1)
-    assert torch.equal(
-        by_unit.unit_norms(conv).nan_to_num(7.0), by_unit.unit_norms(x).nan_to_num(7.0)
-    )
+    assert torch.equal(passes.unit_norms([conv]).nan_to_num(7.0), norms.nan_to_num(7.0))

@@ -54,11 +54,12 @@ void for_unit_runs(const Piece& piece, const Layout* layout, Range chunk, int64_
   const int type = int(piece.type);
   const bool whole = width <= kBufferElements;
   for (int64_t i = 0, n; i < chunk.n; i += n) {
-    n = std::min(whole ? kBufferElements / width * width : kBufferElements, chunk.n - i);
+    const int64_t most = whole ? kBufferElements / width * width : width - i % width;
+    n = std::min({most, kBufferElements, chunk.n - i});
     const int64_t begin = chunk.begin + i;
     char* data = layout ? buffer : piece.data + begin * kTypeBytes[type];
     if (layout) kGather[type](piece.data, *layout, begin, n, buffer);
-    f(Run{data, n, std::min(width, n), whole ? i / width : 0}, [&](int64_t from, int64_t count) {
+    f(Run{data, n, std::min(width, n), i / width}, [&](int64_t from, int64_t count) {
       if (layout)
         kScatter[type](piece.data, *layout, begin + from, count, buffer + from * kTypeBytes[type]);
     });

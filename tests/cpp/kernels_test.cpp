@@ -176,6 +176,36 @@ void test_kernels(const std::string& level) {
       }
 }
 
+// Rows of all lengths around those of vectors, steps and blocks, some of them zero or not finite.
+void test_squares(const std::string& level) {
+  std::mt19937 random(4);
+  const int64_t rows = 5;
+  for (int t = 0; t < kTypes; ++t)
+    for (const int64_t n : {1, 5, 6, 7, 8, 15, 16, 17, 31, 32, 33, 127, 128, 129, 1000, 2049, 4100})
+      for (int kind = 0; kind < 12; ++kind) {
+        const Type type = Type(t);
+        const int64_t size = kTypeBytes[t], shift = kind % 3;
+        std::vector<char> memory(size_t(rows * n * size + shift));  // to its last byte
+        char* x = memory.data() + shift;
+        auto values = special(random, rows * n, kind);
+        std::fill_n(values.begin() + n, n, 0.0);
+        for (int64_t i = 0; i < rows * n; ++i) put(type, x + i * size, values[size_t(i)]);
+        std::vector<double> powers(rows, 0.0);
+        kernels().add_squares[t](x, n, rows, powers.data());
+        bool equal = true;
+        for (int64_t row = 0; row < rows; ++row) {
+          double expected = 0;
+          for (int64_t i = row * n; i < (row + 1) * n; ++i)
+            expected += value(type, x + i * size) * value(type, x + i * size);
+          const double power = powers[size_t(row)];
+          // Of an infinity and a NaN in one row either may show.
+          equal &= close(power, expected) || (!std::isfinite(power) && !std::isfinite(expected));
+        }
+        check(equal, "squares " + level + " type " + std::to_string(t) + " n " + std::to_string(n) +
+                         " kind " + std::to_string(kind));
+      }
+}
+
 void run_threads(int workers, void (*fn)(void*), void* ctx) {
   std::vector<std::thread> threads;
   for (int i = 0; i < workers; ++i) threads.emplace_back(fn, ctx);
@@ -197,6 +227,15 @@ void test_layout() {
   check(make({{4, 1, 5}, {5, 77, 1}}) && layout.dense(), "a dimension of one does not count");
   check(make({{4, 5}, {10, 2}}) && !layout.dense() && layout.dims == 1, "every second element");
   check(make({{4, 5}, {7, 1}}) && !layout.dense() && layout.dims == 2, "padded rows");
+  const auto by_unit = [&](const Strided& s) {
+    return make_layout(s.sizes.data(), s.strides.data(), int64_t(s.sizes.size()), layout,
+                       Order::kByUnit);
+  };
+  check(by_unit({{3, 5}, {5, 1}}) && layout.dense(), "rows are dense by unit");
+  check(by_unit({{2, 3, 4, 5}, {60, 1, 15, 3}}) && layout.dense(), "so are those of channels-last");
+  check(by_unit({{3, 5}, {1, 3}}) && layout.dims == 2 && layout.stride[0] == 1,
+        "columns are not, and the unit comes first");
+  check(!by_unit({{4, 5}, {1, 1}}), "a sliding window is refused by unit too");
   check(!make({{4, 5}, {0, 1}}), "an expanded dimension is refused");
   check(!make({{4, 5}, {1, 1}}), "a sliding window is refused");
   check(!make({{2, 3}, {3, 2}}), "interleaved memory is left to others");
@@ -249,6 +288,57 @@ void test_passes() {
         "only what is in the list: " + std::to_string(changed));
 }
 
+// Units of a matrix, of its transpose and of rows longer than a chunk, by 1 to 4 threads.
+void test_units() {
+  std::mt19937 random(5);
+  std::normal_distribution<float> normal;
+  std::vector<float> memory(900000);
+  for (float& v : memory) v = normal(random);
+  auto* data = reinterpret_cast<char*>(memory.data());
+  Pieces pieces;
+  Layout layout;
+  const int64_t sizes[] = {300, 400}, strides[] = {1, 300};
+  check(make_layout(sizes, strides, 2, layout, Order::kByUnit), "transposed layout");
+  pieces.layouts.push_back(layout);
+  pieces.list = {{data, 400000, Type::kFloat, -1},
+                 {data + 4 * 400000, 120000, Type::kFloat, 0},
+                 {nullptr, 0, Type::kFloat, -1},
+                 {data + 4 * 520000, 300000, Type::kFloat, -1}};
+  const Units units[] = {{0, 1000, 400}, {1000, 300, 400}, {1300, 7, 0}, {1307, 3, 100000}};
+  const auto unit_of = [&](int64_t i) -> int64_t {  // of the i-th element in memory
+    if (i < 400000) return i / 400;
+    if (i < 520000) return 1000 + (i - 400000) % 300;
+    return i < 820000 ? 1307 + (i - 520000) / 100000 : -1;
+  };
+  std::vector<double> powers(1310, 0.0), first(1310), norms(1310), alone(1310);
+  for (int64_t i = 0; i < 820000; ++i)
+    powers[size_t(unit_of(i))] += double(memory[size_t(i)]) * memory[size_t(i)];
+  Row rows[4], expected[4];
+  measure_units(pieces, units, Norm::kSum, {1, run_threads}, expected, first.data());
+  for (int64_t i = 0; i < 1310; ++i)
+    check(close(first[size_t(i)], std::sqrt(powers[size_t(i)])),
+          "norm of unit " + std::to_string(i));
+  for (int threads = 1; threads <= 4; ++threads) {
+    measure_units(pieces, units, Norm::kSum, {threads, run_threads}, rows, norms.data());
+    measure_units(pieces, units, Norm::kSum, {threads, run_threads}, nullptr, alone.data());
+    check(std::memcmp(rows, expected, sizeof rows) == 0 && norms == first && alone == first,
+          "the same bits for any threads, with or without rows");
+  }
+  measure(pieces, Norm::kSum, {1, run_threads}, rows);
+  for (int p = 0; p < 4; ++p) check(close(expected[p], rows[p]), "the rows of measure()");
+
+  std::vector<double> coefs(1310);
+  for (size_t i = 0; i < coefs.size(); ++i) coefs[i] = i % 3 == 0 ? 1 : 0.25 + double(i % 5);
+  const std::vector<float> before = memory;
+  scale_units(pieces, units, coefs.data(), {4, run_threads});
+  bool right = true;
+  for (int64_t i = 0; i < int64_t(memory.size()); ++i) {
+    const float coef = unit_of(i) < 0 ? 1.f : float(coefs[size_t(unit_of(i))]);
+    right &= memory[size_t(i)] == before[size_t(i)] * coef;
+  }
+  check(right, "each unit by its own coefficient");
+}
+
 }  // namespace
 
 int main() {
@@ -260,9 +350,11 @@ int main() {
       continue;
     }
     test_kernels(level);
+    test_squares(level);
   }
   test_layout();
   test_passes();
+  test_units();
   std::printf("%d passed, %d failed\n", passed, failed);
   return failed != 0;
 }
