@@ -84,11 +84,11 @@ struct BFloat16 {
     out[0] = as<Floats>(as<Vec<uint32_t>>(v) << 16);
     out[1] = as<Floats>(as<Vec<uint32_t>>(v) & kHigh);
   }
+  // A NaN needs no care while its low half is 0, as that of a product of widened numbers is: what
+  // is added then does not reach the high half.
   static inline Vec<uint32_t> round(Floats x) {
     const auto bits = as<Vec<uint32_t>>(x);
-    const auto nan = as<Vec<uint32_t>>(x != x);
-    const auto rounded = bits + 0x7fff + ((bits >> 16) & 1);
-    return (rounded & ~nan) | ((bits | 0x00400000) & nan);
+    return bits + 0x7fff + ((bits >> 16) & 1);
   }
   static inline Vec<Bits> narrow(const Floats* in) {
     return as<Vec<Bits>>((round(in[0]) >> 16) | (round(in[1]) & kHigh));

@@ -306,7 +306,8 @@ template <class T>
 void scale(char* x, int64_t n, double coef) {
   using Ints = Vec<typename T::Bits>;
   constexpr int64_t kPerVector = kBytes / kSize<T>;
-  const auto c = typename T::Sum(coef);
+  // A NaN of no payload: see BFloat16::round.
+  const auto c = coef == coef ? typename T::Sum(coef) : typename T::Sum(NAN);
   int64_t i = 0;
   for (; i + kPerVector <= n; i += kPerVector) {
     Vec<typename T::Sum> wide[T::kWiden] = {};
