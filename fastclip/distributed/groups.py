@@ -104,7 +104,9 @@ def meet(
     """
     meetings = []
     for group in groups:
-        cards = _exchanged(group, Card(dist.get_rank(), mine, settings, error and _told(error)))
+        cards = _exchanged(
+            group, Card(dist.get_rank(), mine, settings, None if error is None else _told(error))
+        )
         error = error or _disagreement(cards)
         members = [card.roster for card in cards]
         mine = unite(members)
