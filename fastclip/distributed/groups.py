@@ -8,15 +8,145 @@ measured.
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
+import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from fastclip import table as tables
+from fastclip.distributed import combine
 from fastclip.distributed.roster import Roster, Share, sources, unite
+from fastclip.ranks import Contributions, said
 
 SHOWN = 10  # names that an error lists
 
 Counts = Callable[[str, Tensor], bool]
 ProcessGroups = dist.ProcessGroup | Sequence[dist.ProcessGroup]
+
+
+class Together(NamedTuple):
+    """What the ranks of all groups have measured, n rows: the same on every rank."""
+
+    names: tuple[str, ...]
+    numel: tuple[int, ...]
+    table: Tensor  # [n, 5]
+    contributions: Contributions
+
+
+class Groups:
+    """The groups of one clipper.
+
+    To build one is a collective of all groups, as `meet` is, whose errors it has.
+    """
+
+    def __init__(
+        self,
+        process_group: Any,
+        counts: Any,
+        tensors: Sequence[Tensor],
+        names: Sequence[str] | None,
+        settings: str,
+    ) -> None:
+        groups = groups_of(process_group)
+        self._rank = dist.get_rank()
+        self._own, error = Roster((self._rank,), (), {}), None
+        try:
+            self._own = held(tensors, names, counts)
+        except Exception as met:  # raised when the others have been told
+            error = met
+        self._all, self._meetings = meet(groups, self._own, settings, error)
+        self._device = tensors[0].device if tensors else torch.device("cpu")
+        self._places = {name: place for place, name in enumerate(self._own.names)}
+        self._rows = {name: row for row, name in enumerate(self._all.names)}
+        self._numel = self._all.numel()
+        self._sent: dict[torch.device, _Sent] = {}
+
+    def rows(self, names: Sequence[str]) -> list[int]:
+        """Where the rows of these gradients of this rank are."""
+        return [self._rows[name] for name in names]
+
+    def combine(
+        self, names: Sequence[str], table: Tensor, p: float, error: Exception | None = None
+    ) -> Together:
+        """Together with what the other ranks have measured: the table of all rows.
+
+        `names` and `table`, ``[n, 5]``, are of the gradients that this rank has. A collective; with
+        an `error` this rank could not measure, takes part all the same and raises it. Raises
+        `RuntimeError` if another rank could not, or if a gradient is new.
+        """
+        new = [name for name in names if name not in self._places]
+        if error is None and new:
+            error = RuntimeError(
+                f"the gradient {new[0]!r} is of a parameter that was not there, or not trained, "
+                "when this GradClipper told other ranks what this one holds: build a new one, on "
+                "all ranks"
+            )
+        if error is not None or not names:
+            names, table = (), tables.empty(p, 0, self._device)
+        sent = self._sent_to(table.device)
+        every = self._placed(names, table, p)
+        failed = None if error is None else self._rank
+        for meeting, index in zip(self._meetings, sent.sources, strict=True):
+            header = combine.pack(table[:0], (), meeting.checksum, failed)
+            padding = _nothing(p, meeting.places - len(every), table.device)
+            gathered = combine.gather(torch.cat([header, every, padding]), meeting.group)
+            gathered.refuse_different("the ranks of a process group take a step of one GradClipper")
+            failed = _first_failed(gathered) if failed is None else failed
+            rows = torch.cat([gathered.tables, gathered.flags[:, :, None]], 2).flatten(0, 1)
+            every = torch.cat([rows, _nothing(p, 1, table.device)]).index_select(0, index)
+        if error is not None:
+            raise error
+        if failed is not None:
+            raise RuntimeError(
+                f"rank {failed} could not measure its gradients, and raises the error itself. No "
+                "gradient has been changed"
+            )
+        every = every.view(len(self._all.ranks), len(self._all.names), -1)
+        parts = every[:, :, : tables.COLUMNS]
+        present = every[:, :, tables.COLUMNS].amax(0) > 0
+        return Together(
+            self._all.names,
+            self._numel,
+            combine.combine(parts, sent.counted, p),
+            Contributions(self._all.ranks, parts, present),
+        )
+
+    def _placed(self, names: Sequence[str], table: Tensor, p: float) -> Tensor:
+        """The rows of this rank's roster, with flags: ``[size, 6]``."""
+        rows = torch.cat([table, table.new_full((len(table), 1), combine.PRESENT)], 1)
+        if tuple(names) == self._own.names:
+            return rows
+        places = torch.tensor([self._places[name] for name in names], device="cpu")
+        places = places.to(table.device, torch.int64)
+        return _nothing(p, self._own.size, table.device).index_copy(0, places, rows)
+
+    def _sent_to(self, device: torch.device) -> "_Sent":
+        if device not in self._sent:
+            counted = torch.tensor(self._all.weights(), dtype=torch.bool, device="cpu")
+            indices = [
+                torch.tensor(meeting.sources, dtype=torch.int64, device="cpu")
+                for meeting in self._meetings
+            ]
+            self._sent[device] = _Sent(counted.to(device), [each.to(device) for each in indices])
+        return self._sent[device]
+
+
+class _Sent(NamedTuple):
+    """What steps need on a device."""
+
+    counted: Tensor  # [ranks, names] bool
+    sources: list[Tensor]  # of each meeting
+
+
+def _nothing(p: float, n: int, device: torch.device) -> Tensor:
+    """Rows without elements, with their flags, ``[n, 6]``."""
+    rows = tables.empty(p, n, device)
+    return torch.cat([rows, rows.new_zeros(n, 1)], 1)
+
+
+def _first_failed(gathered: combine.Gathered) -> int | None:
+    """The lowest rank that could not measure, of this group or heard of by one of its members."""
+    failed = [int(each) - 1 for each in gathered.header[:, combine.FAILED].tolist() if each]
+    return min(failed, default=None)
 
 
 class Card(NamedTuple):
@@ -33,7 +163,8 @@ class Meeting(NamedTuple):
 
     group: dist.ProcessGroup
     places: int  # of the largest contributions of a member
-    sources: list[int]  # see `roster.sources`
+    sources: list[int]  # see `roster.sources`; what there is none of is after all contributions
+    checksum: int  # of what the ranks hold together
 
 
 def groups_of(process_group: Any) -> list[dist.ProcessGroup]:
@@ -111,7 +242,8 @@ def meet(
         members = [card.roster for card in cards]
         mine = unite(members)
         places = max(member.size for member in members)
-        meetings.append(Meeting(group, places, sources(members, mine)))
+        checksum = combine.checksum_of(mine.names)
+        meetings.append(Meeting(group, places, sources(members, mine), checksum))
     error = error or _of_uncounted(mine)
     if error is not None:
         raise error
@@ -123,9 +255,9 @@ def _exchanged(group: dist.ProcessGroup, card: Card) -> list[Card]:
     try:
         dist.all_gather_object(cards, card, group=group)
     except RuntimeError as error:  # a rank has died, or never came
-        ranks = ", ".join(map(str, dist.get_process_group_ranks(group)))
+        ranks = said(dist.get_process_group_ranks(group))
         raise RuntimeError(
-            f"exchanging the names of parameters between ranks {ranks} failed: {error}"
+            f"exchanging the names of parameters between {ranks} failed: {error}"
         ) from error
     return cards
 
@@ -156,6 +288,6 @@ def _of_uncounted(roster: Roster) -> Exception | None:
     shown = ", ".join(map(repr, names[:SHOWN]))
     return ValueError(
         f"counts is False on every rank that holds {shown}{more} "
-        f"(ranks {', '.join(map(str, roster.holders(names[0])))} of the first), so its gradient "
-        "would be clipped by a norm that it is not part of"
+        f"({said(roster.holders(names[0]))} of the first): its gradient would be clipped by a norm "
+        "that it is not part of"
     )

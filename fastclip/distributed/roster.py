@@ -75,13 +75,15 @@ def unite(members: Sequence[Roster]) -> Roster:
 
 def sources(members: Sequence[Roster], united: Roster) -> list[int]:
     """For each place of `united`, in order, where its numbers are among those of the members, one
-    member after the other, each padded to the places of the largest; -1 where there are none.
+    member after the other, each padded to the places of the largest; after all of them where there
+    are none.
     """
     largest = max(member.size for member in members)
+    nowhere = len(members) * largest
     found: dict[tuple[int, str], int] = {}
     for number, member in enumerate(members):
         keys = [(rank, name) for rank in member.ranks for name in member.names]
         for place, key in enumerate(keys, number * largest):
             if key in member.shares:
                 found.setdefault(key, place)
-    return [found.get((rank, name), -1) for rank in united.ranks for name in united.names]
+    return [found.get((rank, name), nowhere) for rank in united.ranks for name in united.names]

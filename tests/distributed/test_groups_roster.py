@@ -20,7 +20,8 @@ def numbers(members: list[Roster], united: Roster) -> list[object]:
     for member in members:
         own: list[object] = list(itertools.product(member.ranks, member.names))
         flat += own + ["padding"] * (largest - len(own))
-    return [flat[place] if place >= 0 else None for place in sources(members, united)]
+    flat.append(None)
+    return [flat[place] for place in sources(members, united)]
 
 
 def meeting(rosters: dict[int, Roster], *groupings: list[list[int]]) -> dict[int, Roster]:
@@ -46,7 +47,7 @@ def test_rows_in_order_of_first_appearance() -> None:
     assert (united.ranks, united.names) == ((4, 1), ("b", "a", "c"))
     assert united.numel() == (2, 10, 5)
     assert united.weights() == [[True, True, False], [False, True, True]]
-    assert sources(members, united) == [0, 1, -1, -1, 3, 2]
+    assert sources(members, united) == [0, 1, 4, 4, 3, 2]
     assert (united.holders("a"), united.holders("c")) == ([4, 1], [1])
 
 
@@ -62,7 +63,7 @@ def test_a_rank_without_rows_takes_part() -> None:
     members = [roster(0), roster(1, a=3), roster(2)]
     united = unite(members)
     assert (united.ranks, united.names, united.numel()) == ((0, 1, 2), ("a",), (3,))
-    assert sources(members, united) == [-1, 1, -1]
+    assert sources(members, united) == [3, 1, 3]
     nobody = unite([roster(0), roster(1)])
     assert (nobody.size, nobody.numel(), sources([roster(0), roster(1)], nobody)) == (0, (), [])
 
