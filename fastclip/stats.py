@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from fastclip import table as tables
-from fastclip.gradients import Gradients
+from fastclip.reading import Reading
 
 FIELDS = (
     *("names", "numel", "norms", "max_abs", "nan_count", "inf_count", "zero_count", "total_norm"),
@@ -95,23 +95,20 @@ class GradStats:
     @classmethod
     def decided(
         cls,
-        found: Gradients,
-        table: Tensor,
+        reading: Reading,
         norm_type: float,
-        dtype: torch.dtype,
         total: Tensor,
         coef: Tensor,
         threshold: Tensor,
         skipped: Tensor,
         found_inf: Tensor,
     ) -> "GradStats":
-        """Statistics of gradients that a clipper has decided about. `dtype` is that of the norms;
-        the numbers may be in any."""
-        clipped = coef < 1
+        """Statistics of gradients that a clipper has decided about."""
+        clipped, dtype = coef < 1, reading.dtype
         return cls(
-            found.names,
-            found.numel,
-            table,
+            reading.names,
+            reading.numel,
+            reading.table,
             norm_type,
             total_norm=total.to(dtype),
             coef=coef.to(dtype),

@@ -5,8 +5,9 @@ each works out the same rows. At every step one `all_gather` per group moves wha
 measured.
 """
 
-from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any, NamedTuple, NoReturn
 
 import torch
 import torch.distributed as dist
@@ -15,27 +16,23 @@ from torch import Tensor
 from fastclip import table as tables
 from fastclip.distributed import combine
 from fastclip.distributed.roster import Roster, Share, sources, unite
+from fastclip.gradients import Gradients
 from fastclip.ranks import Contributions, said
+from fastclip.reading import Reading
 
 SHOWN = 10  # names that an error lists
+
+SAME = "the ranks of a process group measure the gradients of one GradClipper at a time"
 
 Counts = Callable[[str, Tensor], bool]
 ProcessGroups = dist.ProcessGroup | Sequence[dist.ProcessGroup]
 
 
-class Together(NamedTuple):
-    """What the ranks of all groups have measured, n rows: the same on every rank."""
-
-    names: tuple[str, ...]
-    numel: tuple[int, ...]
-    table: Tensor  # [n, 5]
-    contributions: Contributions
-
-
 class Groups:
-    """The groups of one clipper.
+    """The groups of one clipper, whose parameters are `tensors` with `names`, and norms of order p.
 
-    To build one is a collective of all groups, as `meet` is, whose errors it has.
+    To build one is a collective of all groups, as `meet` is, whose errors it has. On `settings`, in
+    words, all ranks have to agree.
     """
 
     def __init__(
@@ -44,80 +41,120 @@ class Groups:
         counts: Any,
         tensors: Sequence[Tensor],
         names: Sequence[str] | None,
+        p: float,
         settings: str,
     ) -> None:
         groups = groups_of(process_group)
-        self._rank = dist.get_rank()
-        self._own, error = Roster((self._rank,), (), {}), None
+        own, error = Roster((dist.get_rank(),), (), {}), None
         try:
-            self._own = held(tensors, names, counts)
+            own = held(tensors, names, counts)
         except Exception as met:  # raised when the others have been told
             error = met
-        self._all, self._meetings = meet(groups, self._own, settings, error)
+        mine = Card(dist.get_rank(), own, settings, tables.result_dtype(tensors))
+        self._all, self._dtype, self._meetings = meet(groups, mine, error)
+        self._own, self._p = own, p
         self._device = tensors[0].device if tensors else torch.device("cpu")
-        self._places = {name: place for place, name in enumerate(self._own.names)}
+        self._places = {name: place for place, name in enumerate(own.names)}
         self._rows = {name: row for row, name in enumerate(self._all.names)}
         self._numel = self._all.numel()
         self._sent: dict[torch.device, _Sent] = {}
+        self._took_part = False
 
-    def rows(self, names: Sequence[str]) -> list[int]:
-        """Where the rows of these gradients of this rank are."""
-        return [self._rows[name] for name in names]
+    @property
+    def names(self) -> tuple[str, ...]:
+        """Of all rows."""
+        return self._all.names
 
-    def combine(
-        self, names: Sequence[str], table: Tensor, p: float, error: Exception | None = None
-    ) -> Together:
-        """Together with what the other ranks have measured: the table of all rows.
+    @contextmanager
+    def attended(self) -> Iterator[None]:
+        """Around a step: what goes wrong on this rank alone, before it has taken part in the
+        collectives, does not leave the others waiting there; they raise `RuntimeError`."""
+        self._took_part = False
+        try:
+            yield
+        except Exception:
+            if not self._took_part:
+                self._exchange(self._placed((), self._no_rows()), dist.get_rank() + 1)
+            raise
 
-        `names` and `table`, ``[n, 5]``, are of the gradients that this rank has. A collective; with
-        an `error` this rank could not measure, takes part all the same and raises it. Raises
-        `RuntimeError` if another rank could not, or if a gradient is new.
+    def read(self, found: Gradients, table: Tensor) -> Reading:
+        """`found`, whose table is ``[n, 5]``, together with what the other ranks have measured.
+
+        A collective, to be called within `attended`. Raises `RuntimeError` if another rank could
+        not measure, or if on any rank a gradient is new.
         """
-        new = [name for name in names if name not in self._places]
-        if error is None and new:
-            error = RuntimeError(
-                f"the gradient {new[0]!r} is of a parameter that was not there, or not trained, "
-                "when this GradClipper told other ranks what this one holds: build a new one, on "
-                "all ranks"
-            )
-        if error is not None or not names:
-            names, table = (), tables.empty(p, 0, self._device)
-        sent = self._sent_to(table.device)
-        every = self._placed(names, table, p)
-        failed = None if error is None else self._rank
-        for meeting, index in zip(self._meetings, sent.sources, strict=True):
-            header = combine.pack(table[:0], (), meeting.checksum, failed)
-            padding = _nothing(p, meeting.places - len(every), table.device)
-            gathered = combine.gather(torch.cat([header, every, padding]), meeting.group)
-            gathered.refuse_different("the ranks of a process group take a step of one GradClipper")
-            failed = _first_failed(gathered) if failed is None else failed
-            rows = torch.cat([gathered.tables, gathered.flags[:, :, None]], 2).flatten(0, 1)
-            every = torch.cat([rows, _nothing(p, 1, table.device)]).index_select(0, index)
-        if error is not None:
-            raise error
-        if failed is not None:
-            raise RuntimeError(
-                f"rank {failed} could not measure its gradients, and raises the error itself. No "
-                "gradient has been changed"
-            )
+        names, trouble = found.names, 0
+        if not names:
+            table = self._no_rows()
+        elif not self._places.keys() >= set(names):
+            names, table, trouble = (), table[:0], -1 - dist.get_rank()
+        every, trouble = self._exchange(self._placed(names, table), trouble)
+        if trouble:
+            raise RuntimeError(self._said(trouble, found))
         every = every.view(len(self._all.ranks), len(self._all.names), -1)
         parts = every[:, :, : tables.COLUMNS]
         present = every[:, :, tables.COLUMNS].amax(0) > 0
-        return Together(
+        return Reading(
+            found,
             self._all.names,
             self._numel,
-            combine.combine(parts, sent.counted, p),
+            combine.combine(parts, self._sent_to(table.device).counted, self._p),
+            self._dtype,
             Contributions(self._all.ranks, parts, present),
+            [self._rows[name] for name in names],
         )
 
-    def _placed(self, names: Sequence[str], table: Tensor, p: float) -> Tensor:
+    def _exchange(self, every: Tensor, trouble: int) -> tuple[Tensor, int]:
+        """This rank's contributions to those of all, ``[ranks * names, 6]``; and what troubles a
+        rank, if not this one then another: one over its number if it could not measure, minus that
+        if it has a new gradient, 0 if all is well.
+        """
+        self._took_part = True
+        for meeting, index in zip(self._meetings, self._sent_to(every.device).sources, strict=True):
+            header = every.new_zeros(combine.HEADER, tables.COLUMNS + 1)
+            header[combine.FAILED, tables.COLUMNS] = trouble
+            header[combine.CHECKSUM, tables.COLUMNS] = meeting.checksum
+            padding = self._nothing(meeting.places - len(every), every.device)
+            gathered = combine.gather(torch.cat([header, every, padding]), meeting.group)
+            gathered.refuse_different(SAME)
+            heard = map(int, gathered.header[:, combine.FAILED].tolist())
+            trouble = trouble or next(filter(None, heard), 0)
+            rows = torch.cat([gathered.tables, gathered.flags[:, :, None]], 2).flatten(0, 1)
+            every = torch.cat([rows, self._nothing(1, every.device)]).index_select(0, index)
+        return every, trouble
+
+    def _said(self, trouble: int, found: Gradients) -> str:
+        rank = abs(trouble) - 1
+        if trouble > 0:
+            return (
+                f"rank {rank} could not measure its gradients, and raises the error itself. No "
+                "gradient has been changed"
+            )
+        which = "gradients"
+        if rank == dist.get_rank():
+            which = f"the gradient {next(n for n in found.names if n not in self._places)!r}"
+        return (
+            f"rank {rank} has {which} of parameters that were not there, or not trained, when the "
+            "ranks told each other what they hold: build a new GradClipper, on all ranks. No "
+            "gradient has been changed"
+        )
+
+    def _placed(self, names: Sequence[str], table: Tensor) -> Tensor:
         """The rows of this rank's roster, with flags: ``[size, 6]``."""
         rows = torch.cat([table, table.new_full((len(table), 1), combine.PRESENT)], 1)
         if tuple(names) == self._own.names:
             return rows
         places = torch.tensor([self._places[name] for name in names], device="cpu")
         places = places.to(table.device, torch.int64)
-        return _nothing(p, self._own.size, table.device).index_copy(0, places, rows)
+        return self._nothing(self._own.size, table.device).index_copy(0, places, rows)
+
+    def _no_rows(self) -> Tensor:
+        return tables.empty(self._p, 0, self._device)
+
+    def _nothing(self, n: int, device: torch.device) -> Tensor:
+        """Rows without elements, with their flags, ``[n, 6]``."""
+        rows = tables.empty(self._p, n, device)
+        return torch.cat([rows, rows.new_zeros(n, 1)], 1)
 
     def _sent_to(self, device: torch.device) -> "_Sent":
         if device not in self._sent:
@@ -129,6 +166,15 @@ class Groups:
             self._sent[device] = _Sent(counted.to(device), [each.to(device) for each in indices])
         return self._sent[device]
 
+    def __repr__(self) -> str:
+        return said(self._all.ranks)
+
+    def __reduce__(self) -> NoReturn:
+        raise TypeError(
+            "a GradClipper with a process_group can be neither pickled nor copied: the group is of "
+            "this process. Build a new one, and give it the state_dict of this one"
+        )
+
 
 class _Sent(NamedTuple):
     """What steps need on a device."""
@@ -137,25 +183,14 @@ class _Sent(NamedTuple):
     sources: list[Tensor]  # of each meeting
 
 
-def _nothing(p: float, n: int, device: torch.device) -> Tensor:
-    """Rows without elements, with their flags, ``[n, 6]``."""
-    rows = tables.empty(p, n, device)
-    return torch.cat([rows, rows.new_zeros(n, 1)], 1)
-
-
-def _first_failed(gathered: combine.Gathered) -> int | None:
-    """The lowest rank that could not measure, of this group or heard of by one of its members."""
-    failed = [int(each) - 1 for each in gathered.header[:, combine.FAILED].tolist() if each]
-    return min(failed, default=None)
-
-
 class Card(NamedTuple):
     """What a member tells the others of a group."""
 
     rank: int
     roster: Roster
     settings: str  # on which all have to agree
-    error: str | None  # why it cannot go on
+    dtype: torch.dtype  # of the norms of its gradients
+    error: str | None = None  # why it cannot go on
 
 
 class Meeting(NamedTuple):
@@ -222,12 +257,10 @@ def _counts(name: str, parameter: Tensor, counts: Counts | None) -> bool:
 
 
 def meet(
-    groups: Sequence[dist.ProcessGroup],
-    mine: Roster,
-    settings: str,
-    error: Exception | None = None,
-) -> tuple[Roster, list[Meeting]]:
-    """Exchange rosters over each group in turn: the rows of all, and what steps need of each group.
+    groups: Sequence[dist.ProcessGroup], mine: Card, error: Exception | None = None
+) -> tuple[Roster, torch.dtype, list[Meeting]]:
+    """Exchange cards over each group in turn: the rows of all, the dtype of norms, and what steps
+    need of each group.
 
     A collective, in which a rank takes part to the end whatever is wrong, with it or with another
     rank. Raises its own `error`; else `RuntimeError` with that of another, or `ValueError` where
@@ -235,19 +268,20 @@ def meet(
     """
     meetings = []
     for group in groups:
-        cards = _exchanged(
-            group, Card(dist.get_rank(), mine, settings, None if error is None else _told(error))
-        )
+        mine = mine._replace(error=None if error is None else f"{type(error).__name__}: {error}")
+        cards = _exchanged(group, mine)
         error = error or _disagreement(cards)
         members = [card.roster for card in cards]
-        mine = unite(members)
+        roster = unite(members)
         places = max(member.size for member in members)
-        checksum = combine.checksum_of(mine.names)
-        meetings.append(Meeting(group, places, sources(members, mine), checksum))
-    error = error or _of_uncounted(mine)
+        checksum = combine.checksum_of(roster.names)
+        meetings.append(Meeting(group, places, sources(members, roster), checksum))
+        wide = any(card.dtype == torch.float64 for card in cards)
+        mine = mine._replace(roster=roster, dtype=torch.float64 if wide else torch.float32)
+    error = error or _of_uncounted(mine.roster)
     if error is not None:
         raise error
-    return mine, meetings
+    return mine.roster, mine.dtype, meetings
 
 
 def _exchanged(group: dist.ProcessGroup, card: Card) -> list[Card]:
@@ -260,10 +294,6 @@ def _exchanged(group: dist.ProcessGroup, card: Card) -> list[Card]:
             f"exchanging the names of parameters between {ranks} failed: {error}"
         ) from error
     return cards
-
-
-def _told(error: Exception) -> str:
-    return f"{type(error).__name__}: {error}"
 
 
 def _disagreement(cards: Sequence[Card]) -> Exception | None:

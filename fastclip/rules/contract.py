@@ -51,6 +51,18 @@ class Decision(NamedTuple):
             units,
         )
 
+    def where(self, present: Tensor, state: State) -> "Decision":
+        """This decision of a rule per tensor; of rows that are not `present`, ``[n]`` bool, the
+        coefficients are 1 and the `state` is the old one."""
+
+        def kept(new: Tensor, old: Tensor) -> Tensor:
+            return torch.where(present.view(-1, *[1] * (new.dim() - 1)), new, old)
+
+        return self._replace(
+            coef=self.coef.masked_fill(~present, 1.0),
+            state={name: kept(new, state[name]) for name, new in self.state.items()},
+        )
+
     def nonfinite(self) -> Tensor:
         """Whether a coefficient is NaN or infinite, 0-d bool, on the device of `coef`."""
         found = _nonfinite(self.coef)

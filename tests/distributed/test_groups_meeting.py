@@ -16,21 +16,27 @@ from tests.distributed.ranks import Pool
 Names = tuple[tuple[str, ...], ...]
 
 
-def rosters(layout: Names, groupings: list[list[list[int]]], settings: str = "alike") -> Any:
+def card(roster: Roster | None = None, settings: str = "alike") -> groups.Card:
+    rank = dist.get_rank()
+    own = roster or Roster((rank,), (), {})
+    return groups.Card(rank, own, settings, torch.float64 if rank == 1 else torch.float32)
+
+
+def rosters(layout: Names, groupings: list[list[list[int]]]) -> Any:
     """Each rank holds tensors of these names, "-name" for a copy; the roster after all groups."""
     rank = dist.get_rank()
     names = [name.strip("-") for name in layout[rank]]
     tensors = [torch.ones(rank + 1, requires_grad=True) for _ in names]
     made = [dist.new_subgroups_by_enumeration(grouping)[0] for grouping in groupings]
     mine = groups.held(tensors, names, lambda name, _: f"-{name}" not in layout[rank])
-    united, meetings = groups.meet(made, mine, settings)
+    united, _, meetings = groups.meet(made, card(mine))
     return united, [meeting.places for meeting in meetings]
 
 
 def raised(kind: str) -> str:
     """What each rank raises where rank 1 has something wrong."""
     rank, world = dist.get_rank(), groups.groups_of(dist.group.WORLD)
-    settings, error, mine = "alike", None, Roster((rank,), (), {})
+    settings, error, mine = "alike", None, None
     if kind == "settings":
         settings = f"those of {rank}"
     elif kind == "counts":
@@ -38,7 +44,7 @@ def raised(kind: str) -> str:
     elif rank == 1:
         error = LookupError("what rank 1 lacks")
     try:
-        groups.meet(world * 2, mine, settings, error)  # in one group after the other
+        groups.meet(world * 2, card(mine, settings), error)  # in one group after the other
     except Exception as met:
         return f"{type(met).__name__}: {met}"
     return "nothing"
@@ -50,7 +56,7 @@ def left_alone() -> tuple[str, float]:
         os._exit(1)
     start = time.monotonic()
     with pytest.raises(RuntimeError) as error:
-        groups.meet(groups.groups_of(dist.group.WORLD), Roster((dist.get_rank(),), (), {}), "alike")
+        groups.meet(groups.groups_of(dist.group.WORLD), card())
     return str(error.value), time.monotonic() - start
 
 
