@@ -5,7 +5,7 @@ from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from copy import copy
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -20,10 +20,14 @@ from fastclip.listing import Listing
 from fastclip.memory import Counters, Remembered
 from fastclip.overlap import Overlap
 from fastclip.policy import POLICIES, SHOWN, Policy
+from fastclip.reading import Reading
 from fastclip.rules import MaxNorm, Rule
 from fastclip.scaling import WithoutScaler, optimizers_of, scale_of
 from fastclip.stats import GradStats
 from fastclip.step import Settings, Step
+
+if TYPE_CHECKING:
+    from fastclip.distributed.groups import Groups
 
 VERSION = 1  # of the format of `state_dict`
 KEYS = ("version", "counters", "rule", "state")
@@ -94,6 +98,7 @@ class GradClipper:
         self._counters = Counters()
         self._remembered = Remembered(chosen)
         self._warned = False  # of an optimizer with other parameters
+        self._groups: Groups | None = None
         if chosen.per_tensor and chosen.init(0, torch.device("cpu")):
             _require_distinct(self._listing.labels())
         self.overlap = Overlap(self._settings.p) if overlap else None
@@ -250,14 +255,30 @@ class GradClipper:
             listed,
             loss_scale,
             self._measure,
+            self._again,
             remembered.rows,
         )
 
-    def _measure(self, listed: Listed, inv_scale: Tensor | None) -> tuple[Gradients, Tensor]:
+    def _measure(self, listed: Listed, inv_scale: Tensor | None) -> Reading:
         """The one read of the gradients."""
+        return self._together(*self._local(listed, inv_scale))
+
+    def _again(self, found: Gradients) -> Tensor:
+        """The table after gradients have been changed."""
+        p = self._settings.p
+        table = passes.active(found).measure_again(found, p) if found.tensors else _no_rows(p)
+        return self._together(found, table).table
+
+    def _together(self, found: Gradients, table: Tensor) -> Reading:
+        if self._groups is None:
+            return Reading.of(found, table)
+        return self._groups.read(found, table)
+
+    def _local(self, listed: Listed, inv_scale: Tensor | None) -> tuple[Gradients, Tensor]:
+        """What this process holds."""
         p = self._settings.p
         if not listed.grads:
-            return Gradients.of_rows(()), tables.empty(p, 0, torch.device("cpu"))
+            return Gradients.of_rows(()), _no_rows(p)
         active = passes.active(listed)
         if self.overlap is not None and active is passes:
             return self.overlap.measure(listed, inv_scale)
@@ -286,7 +307,7 @@ class GradClipper:
         done()
         stats = decided.stats()
         loss_scale.record(decided.bad)
-        if decided.found.names:  # else the rule was not asked
+        if decided.reading.names:  # else the rule was not asked
             self._remembered.keep(decided.decision.state)
         self._counters.count(stats.clipped, stats.skipped)
         return stats, grad_scale
@@ -323,6 +344,10 @@ class GradClipper:
             and folding.covers(optimizers, step.parameters)
             and folding.aligned(step.parameters, step.listed)
         )
+
+
+def _no_rows(p: float) -> Tensor:
+    return tables.empty(p, 0, torch.device("cpu"))
 
 
 def _rule(max_norm: Any, rule: Any) -> Rule:

@@ -12,8 +12,9 @@ from torch import Tensor
 
 from fastclip import gradients, passes, watching
 from fastclip import table as tables
-from fastclip.gradients import Parameters, Tensors
+from fastclip.gradients import Gradients, Parameters, Tensors
 from fastclip.policy import refuse
+from fastclip.reading import Reading
 from fastclip.stats import GradStats
 
 INSTEAD = "error_if_nonfinite=False clips all the same"
@@ -61,7 +62,7 @@ def clip_grad_norm_(
     done = watching.clips(listed.parameters, limit)
     if error_if_nonfinite:
         found, table = passes.active(listed).measure(listed, p)
-        refuse(table, listed, found, p, INSTEAD)
+        refuse(table, listed, found.names, p, INSTEAD, found.contributions)
         total = tables.total_norm(table, p)
         passes.active(found).scale_(found, tables.coefficient(total, limit))
         total = total.to(tables.result_dtype(found.tensors))
@@ -88,7 +89,7 @@ def get_total_norm(
         return torch.zeros((), device="cpu", dtype=torch.float32)
     found, table = passes.active(listed).measure(listed, p)
     if error_if_nonfinite:
-        refuse(table, listed, found, p, INSTEAD)
+        refuse(table, listed, found.names, p, INSTEAD, found.contributions)
     return tables.total_norm(table, p).to(tables.result_dtype(found.tensors))
 
 
@@ -165,10 +166,10 @@ def grad_stats(parameters: Parameters, norm_type: float | str = 2.0) -> GradStat
     p = order(norm_type)
     listed = gradients.of_parameters(parameters)
     if not listed.grads:
-        none = gradients.Gradients.of_rows(())
-        return GradStats.measured(none, tables.empty(p, 0, torch.device("cpu")), p, torch.float32)
+        none = Gradients.of_rows(())
+        return GradStats.measured(Reading.of(none, tables.empty(p, 0, torch.device("cpu"))), p)
     found, table = passes.active(listed).measure(listed, p)
-    return GradStats.measured(found, table, p, tables.result_dtype(found.tensors))
+    return GradStats.measured(Reading.of(found, table), p)
 
 
 def order(norm_type: float | str) -> float:
