@@ -7,32 +7,60 @@ measured.
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import fields, is_dataclass, replace
 from typing import Any, NamedTuple, NoReturn
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from fastclip import passes
 from fastclip import table as tables
 from fastclip.distributed import combine
 from fastclip.distributed.roster import Roster, Share, sources, unite
 from fastclip.gradients import Gradients
 from fastclip.ranks import Contributions, said
-from fastclip.reading import Reading
+from fastclip.rules import AGC, Rule
+from fastclip.step import Settings
 
 SHOWN = 10  # names that an error lists
 
-SAME = "the ranks of a process group measure the gradients of one GradClipper at a time"
+OTHERS = (
+    "a GradClipper with a process_group keeps to the parameters that required a gradient when it was "
+    "built (for others, build a new GradClipper on all ranks)"
+)
 
 Counts = Callable[[str, Tensor], bool]
 ProcessGroups = dist.ProcessGroup | Sequence[dist.ProcessGroup]
 
 
-class Groups:
-    """The groups of one clipper, whose parameters are `tensors` with `names`, and norms of order p.
+class United(NamedTuple):
+    """What `Gradients` of several ranks were on this rank alone."""
 
-    To build one is a collective of all groups, as `meet` is, whose errors it has. On `settings`, in
-    words, all ranks have to agree.
+    groups: "Groups"
+    found: Gradients  # as this rank has measured them
+    rows: list[int]  # where theirs are among those of all ranks
+    dtype: torch.dtype  # of the norms of all
+
+    def own(self, values: Tensor) -> Tensor:
+        """Those of this rank's gradients, of ``[n]`` for all rows."""
+        return values.index_select(0, _index(self.rows, values.device))
+
+    def measure_again(self, found: Gradients, p: float, inv_scale: Tensor | None) -> Tensor:
+        """The table of all ranks, after their gradients have been changed. A collective."""
+        own = replace(self.found, tensors=found.tensors, sparse=found.sparse, contributions=None)
+        table = (
+            passes.measure_again(own, p, inv_scale)
+            if own.tensors
+            else tables.empty(p, 0, self.groups.device)
+        )
+        return self.groups.unite(own, table, None)[1]
+
+
+class Groups:
+    """The groups of one clipper, whose parameters are `tensors` with `names`.
+
+    To build one is a collective of all groups, as `meet` is, whose errors it has.
     """
 
     def __init__(
@@ -41,19 +69,19 @@ class Groups:
         counts: Any,
         tensors: Sequence[Tensor],
         names: Sequence[str] | None,
-        p: float,
-        settings: str,
+        settings: Settings,
     ) -> None:
         groups = groups_of(process_group)
         own, error = Roster((dist.get_rank(),), (), {}), None
         try:
+            _refuse_rule(settings.rule)
             own = held(tensors, names, counts)
         except Exception as met:  # raised when the others have been told
             error = met
-        mine = Card(dist.get_rank(), own, settings, tables.result_dtype(tensors))
+        mine = Card(dist.get_rank(), own, _described(settings), tables.result_dtype(tensors))
         self._all, self._dtype, self._meetings = meet(groups, mine, error)
-        self._own, self._p = own, p
-        self._device = tensors[0].device if tensors else torch.device("cpu")
+        self._own, self._p = own, settings.p
+        self.device = tensors[0].device if tensors else torch.device("cpu")
         self._places = {name: place for place, name in enumerate(own.names)}
         self._rows = {name: row for row, name in enumerate(self._all.names)}
         self._numel = self._all.numel()
@@ -74,82 +102,79 @@ class Groups:
             yield
         except Exception:
             if not self._took_part:
-                self._exchange(self._placed((), self._no_rows()), dist.get_rank() + 1)
+                blank = self._nothing(self._own.size, self.device)
+                self._exchange(blank, blank.new_zeros(()), [dist.get_rank()])
             raise
 
-    def read(self, found: Gradients, table: Tensor) -> Reading:
-        """`found`, whose table is ``[n, 5]``, together with what the other ranks have measured.
+    def unite(
+        self, found: Gradients, table: Tensor, elsewhere: Tensor | None
+    ) -> tuple[Gradients, Tensor, Tensor]:
+        """`found`, whose table is ``[n, 5]``, with what the other ranks have; the table of all; and
+        whether `elsewhere`, 0-d bool, holds on any rank.
 
         A collective, to be called within `attended`. Raises `RuntimeError` if another rank could
-        not measure, or if on any rank a gradient is new.
+        not measure, or if a gradient is new on any.
         """
-        names, trouble = found.names, 0
-        if not names:
-            table = self._no_rows()
-        elif not self._places.keys() >= set(names):
-            names, table, trouble = (), table[:0], -1 - dist.get_rank()
-        every, trouble = self._exchange(self._placed(names, table), trouble)
-        if trouble:
-            raise RuntimeError(self._said(trouble, found))
+        combine.raise_overdue()
+        if not found.names:
+            table = self._nothing(0, self.device)[:, : tables.COLUMNS]
+        new = [name for name in found.names if name not in self._places]
+        own = self._nothing(self._own.size, table.device) if new else self._placed(found, table)
+        flag = own.new_zeros(()) if elsewhere is None else elsewhere.to(own.device, own.dtype)
+        every, flag, gathered = self._exchange(own, flag, [], 1 if new else 0)
+        if new:
+            raise RuntimeError(f"gradient {new[0]!r} is of a parameter that is new: {OTHERS}")
+        for each in gathered:
+            each.settle(OTHERS)
         every = every.view(len(self._all.ranks), len(self._all.names), -1)
-        parts = every[:, :, : tables.COLUMNS]
-        present = every[:, :, tables.COLUMNS].amax(0) > 0
-        return Reading(
+        parts, present = every.split([tables.COLUMNS, 1], 2)
+        contributions = Contributions(self._all.ranks, parts, present.amax((0, 2)) > 0)
+        rows = [self._rows[name] for name in found.names]
+        united = replace(
             found,
-            self._all.names,
-            self._numel,
-            combine.combine(parts, self._sent_to(table.device).counted, self._p),
-            self._dtype,
-            Contributions(self._all.ranks, parts, present),
-            [self._rows[name] for name in names],
+            names=self._all.names,
+            numel=self._numel,
+            contributions=contributions,
+            united=United(self, found, rows, self._dtype),
         )
+        whole = combine.combine(parts, self._sent_to(own.device).counted, self._p)
+        return united, whole, flag > 0
 
-    def _exchange(self, every: Tensor, trouble: int) -> tuple[Tensor, int]:
-        """This rank's contributions to those of all, ``[ranks * names, 6]``; and what troubles a
-        rank, if not this one then another: one over its number if it could not measure, minus that
-        if it has a new gradient, 0 if all is well.
+    def _exchange(
+        self, every: Tensor, flag: Tensor, failed: list[int], new: int = 0
+    ) -> tuple[Tensor, Tensor, list[combine.Gathered]]:
+        """This rank's contributions, ``[size, 6]``, to those of all; the largest `flag`; and what
+        is to be settled.
+
+        `failed` has this rank if it could not measure; `new` is 1 if it has a gradient that the
+        ranks have not told each other of. What goes wrong in one group the next ones hear of.
         """
         self._took_part = True
+        on_host, unsettled = every.device.type == "cpu", []
         for meeting, index in zip(self._meetings, self._sent_to(every.device).sources, strict=True):
-            header = every.new_zeros(combine.HEADER, tables.COLUMNS + 1)
-            header[combine.FAILED, tables.COLUMNS] = trouble
-            header[combine.CHECKSUM, tables.COLUMNS] = meeting.checksum
-            padding = self._nothing(meeting.places - len(every), every.device)
+            first = failed[0] if failed else None
+            header = combine.pack(every[:0, : tables.COLUMNS], (), meeting.checksum + new, first)
+            padding = self._nothing(meeting.places - len(every) + 1, every.device)
+            padding[-1, tables.NAN] = flag
             gathered = combine.gather(torch.cat([header, every, padding]), meeting.group)
-            gathered.refuse_different(SAME)
-            heard = map(int, gathered.header[:, combine.FAILED].tolist())
-            trouble = trouble or next(filter(None, heard), 0)
-            rows = torch.cat([gathered.tables, gathered.flags[:, :, None]], 2).flatten(0, 1)
-            every = torch.cat([rows, self._nothing(1, every.device)]).index_select(0, index)
-        return every, trouble
+            if on_host:
+                failed = failed + _troubled(gathered, meeting.checksum)
+                unsettled.append(gathered)
+            else:
+                gathered.settle(OTHERS)  # raises later, but marks what the next group is sent
+            flag = gathered.tables[:, -1, tables.NAN].amax()
+            rows = torch.cat([gathered.tables, gathered.flags[:, :, None]], 2)[:, :-1]
+            every = torch.cat([rows.flatten(0, 1), self._nothing(1, every.device)])
+            every = every.index_select(0, index)
+        return every, flag, unsettled
 
-    def _said(self, trouble: int, found: Gradients) -> str:
-        rank = abs(trouble) - 1
-        if trouble > 0:
-            return (
-                f"rank {rank} could not measure its gradients, and raises the error itself. No "
-                "gradient has been changed"
-            )
-        which = "gradients"
-        if rank == dist.get_rank():
-            which = f"the gradient {next(n for n in found.names if n not in self._places)!r}"
-        return (
-            f"rank {rank} has {which} of parameters that were not there, or not trained, when the "
-            "ranks told each other what they hold: build a new GradClipper, on all ranks. No "
-            "gradient has been changed"
-        )
-
-    def _placed(self, names: Sequence[str], table: Tensor) -> Tensor:
+    def _placed(self, found: Gradients, table: Tensor) -> Tensor:
         """The rows of this rank's roster, with flags: ``[size, 6]``."""
         rows = torch.cat([table, table.new_full((len(table), 1), combine.PRESENT)], 1)
-        if tuple(names) == self._own.names:
+        if found.names == self._own.names:
             return rows
-        places = torch.tensor([self._places[name] for name in names], device="cpu")
-        places = places.to(table.device, torch.int64)
+        places = _index([self._places[name] for name in found.names], table.device)
         return self._nothing(self._own.size, table.device).index_copy(0, places, rows)
-
-    def _no_rows(self) -> Tensor:
-        return tables.empty(self._p, 0, self._device)
 
     def _nothing(self, n: int, device: torch.device) -> Tensor:
         """Rows without elements, with their flags, ``[n, 6]``."""
@@ -159,11 +184,8 @@ class Groups:
     def _sent_to(self, device: torch.device) -> "_Sent":
         if device not in self._sent:
             counted = torch.tensor(self._all.weights(), dtype=torch.bool, device="cpu")
-            indices = [
-                torch.tensor(meeting.sources, dtype=torch.int64, device="cpu")
-                for meeting in self._meetings
-            ]
-            self._sent[device] = _Sent(counted.to(device), [each.to(device) for each in indices])
+            sources = [_index(meeting.sources, device) for meeting in self._meetings]
+            self._sent[device] = _Sent(counted.to(device), sources)
         return self._sent[device]
 
     def __repr__(self) -> str:
@@ -173,6 +195,40 @@ class Groups:
         raise TypeError(
             "a GradClipper with a process_group can be neither pickled nor copied: the group is of "
             "this process. Build a new one, and give it the state_dict of this one"
+        )
+
+
+def _index(places: Sequence[int], device: torch.device) -> Tensor:
+    index = torch.tensor(places, dtype=torch.int64, device="cpu")
+    if device.type == "cuda":
+        index = index.pin_memory()  # else the copy waits for the device
+    return index.to(device, non_blocking=True)
+
+
+def _troubled(gathered: combine.Gathered, checksum: int) -> list[int]:
+    """The ranks that could not measure or have a new gradient, or have heard of one."""
+    header = gathered.header.tolist()
+    pairs = zip(gathered.ranks, header, strict=True)
+    different = [rank for rank, own in pairs if own[combine.CHECKSUM] != checksum]
+    return gathered.known_failed() + different
+
+
+def _described(settings: Settings) -> str:
+    """What has to be the same on all ranks, as far as it can be compared."""
+    rule: Any = settings.rule
+    options = {f.name: getattr(rule, f.name) for f in fields(rule)} if is_dataclass(rule) else {}
+    numbers = (f"{k}={v!r}" for k, v in options.items() if v is None or isinstance(v, (int, float)))
+    return (
+        f"{type(rule).__name__}({', '.join(numbers)}), norm_type={settings.p:g}, "
+        f"nonfinite={settings.policy!r}"
+    )
+
+
+def _refuse_rule(rule: Rule) -> None:
+    if isinstance(rule, AGC):
+        raise TypeError(
+            "AGC looks at whole gradients and parameters, of which a rank of a process_group may "
+            "hold a shard: take AdaGC, which clips each tensor by its norm, or another rule"
         )
 
 
@@ -199,7 +255,7 @@ class Meeting(NamedTuple):
     group: dist.ProcessGroup
     places: int  # of the largest contributions of a member
     sources: list[int]  # see `roster.sources`; what there is none of is after all contributions
-    checksum: int  # of what the ranks hold together
+    checksum: int  # of the rows
 
 
 def groups_of(process_group: Any) -> list[dist.ProcessGroup]:
