@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Callable, Sequence
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 from torch import Tensor
@@ -35,6 +35,9 @@ ELSEWHERE = (
 
 _CAPPED = (ZClip, LogZ, AutoClip)  # one threshold, of `max_norm` where it does not bind
 
+if TYPE_CHECKING:
+    from fastclip.distributed.groups import Groups
+
 Measure = Callable[[Listed, Tensor | None], tuple[Gradients, Tensor]]
 Rows = Callable[[tuple[str, ...], torch.device], State]  # the rule's state of these gradients
 
@@ -57,6 +60,7 @@ class Step(NamedTuple):
     loss_scale: WithoutScaler
     measure: Measure
     rows: Rows
+    groups: "Groups | None" = None  # with which the gradients make one whole
 
     @property
     def at_once(self) -> bool:
@@ -78,7 +82,7 @@ class Step(NamedTuple):
         rule, p, _ = self.settings
         assert type(rule) is MaxNorm
         limit = rule.limit(self.number)
-        found, table, total, coef = passes.active().clip_measured_(
+        found, table, total, coef = passes.active(self.listed).clip_measured_(
             self.listed, p, limit, self.loss_scale.inv_scale, self._leaves
         )
         decision = Decision(coef, tables.limit(limit, coef.device), {})
@@ -95,13 +99,12 @@ class Step(NamedTuple):
         limit: float | Tensor | None = None
         if type(rule) is MaxNorm:  # asked first: a schedule may give what is no threshold
             limit = rule.limit(self.number)
-        found, table = self.measure(self.listed, self.loss_scale.inv_scale)
+        found, table, elsewhere = self._read()
         bad = tables.found_nonfinite(table)
-        elsewhere = self.loss_scale.found_elsewhere(bad.device)
         if elsewhere is not None:
             bad = bad | elsewhere
         if chosen == "error" and not dry:
-            policy.refuse(table, self.listed, found.names, p, INSTEAD)
+            policy.refuse(table, self.listed, found, p, INSTEAD)
             if elsewhere is not None and elsewhere.item():
                 raise RuntimeError(f"{ELSEWHERE}. No gradient has been changed; {INSTEAD}")
         if chosen == "zero":
@@ -118,12 +121,28 @@ class Step(NamedTuple):
             else:  # what MaxNorm decides, without what other rules want to know
                 threshold = tables.limit(limit, total.device)
                 decision = Decision(tables.coefficient(total, limit), threshold, state)
+            if found.contributions is not None:
+                decision = decision.where_present(found.contributions.present, state)
             if self._leaves:
                 decision = decision.unless(bad, state)
         else:
             total, decision = torch.zeros_like(total), _nothing(rule, limit, table)
-        dtype = tables.result_dtype(found.tensors)
+        own = tables.result_dtype(found.tensors)
+        dtype = own if found.united is None else found.united.dtype
         return Decided(self.settings, self.loss_scale, found, table, dtype, total, decision, bad)
+
+    def _read(self) -> tuple[Gradients, Tensor, Tensor | None]:
+        """The gradients and their table; and whether an element elsewhere is not finite."""
+        if self.groups is not None:
+            elsewhere = self.loss_scale.found_elsewhere(self.groups.device)
+            found, table = self.measure(self.listed, self.loss_scale.inv_scale)
+            return self.groups.unite(found, table, elsewhere)
+        found, table = self.measure(self.listed, self.loss_scale.inv_scale)
+        elsewhere = self.loss_scale.found_elsewhere(table.device)
+        if found.spread is not None and not self.loss_scale.alone:
+            never = torch.zeros((), dtype=torch.bool, device=table.device)
+            elsewhere = found.spread.agree(never if elsewhere is None else elsewhere)
+        return found, table, elsewhere
 
     def _zeroed(
         self, rule: Rule, found: Gradients, table: Tensor, bad: Tensor, dry: bool
@@ -154,8 +173,8 @@ class Step(NamedTuple):
             total,
             tables.norms(table, self.settings.p),
             self.number,
-            _of_rows(self.parameters, self.listed, found),
-            found.tensors,
+            () if found.united else _of_rows(self.parameters, self.listed, found),
+            () if found.united else found.tensors,
             self.loss_scale.inv_scale,
         )
         try:
@@ -191,7 +210,7 @@ class Decided(NamedTuple):
         factor = coef if inv_scale is None else coef * inv_scale.to(coef.device)
         rest, grad_scale = folding.split(factor)
         if tables.peek(rest) != 1:
-            passes.active().rescale_(listed, rest)
+            passes.active(listed).rescale_(listed, rest)
         return grad_scale
 
     def write_(self) -> None:
@@ -199,7 +218,7 @@ class Decided(NamedTuple):
         if self.decision.units is not None:
             scale_units_(self.found.tensors, list(map(self._factor, self.decision.units)))
         else:
-            passes.active().scale_(self.found, self._factor(self.decision.coef))
+            passes.active(self.found).scale_(self.found, self._factor(self.decision.coef))
         left = self.bad if self.settings.policy != "propagate" else torch.zeros_like(self.bad)
         self.loss_scale.unscale_others_(left)
 
@@ -242,7 +261,8 @@ def _of_rows(parameters: Sequence[Tensor], listed: Listed, found: Gradients) -> 
     """The parameters of the rows."""
     if len(found.names) == len(parameters):
         return parameters
-    own = [parameter for parameter in parameters if parameter.grad is not None]
+    pairs = zip(parameters, listed.tensors, strict=True)
+    own = [parameter for parameter, gradient in pairs if gradient is not None]
     if len(found.names) < len(own):  # some share a gradient, of which there is one row
         of_label = dict(zip(reversed(listed.labels()), reversed(own), strict=True))
         own = [of_label[name] for name in found.names]
