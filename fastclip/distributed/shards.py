@@ -363,8 +363,10 @@ def _local(source: DTensor) -> Tensor:
 
 
 def _planned(layouts: Sequence[Layout | None], alone: bool, world: _World) -> list[Gathering]:
-    """Tensors that are no DTensors, unless this process's `alone`, are the same everywhere: they ride along with the largest set of processes, the first of those, where the first process
-    counts."""
+    """Tensors that are no DTensors are the same everywhere, unless they are this process's `alone`:
+    they ride along with the largest set of processes, the first of those, where its first process
+    counts.
+    """
     plan: dict[tuple[int, ...], Gathering] = {}
     for layout in layouts:
         if layout is not None and len(layout.ranks) > 1 and layout.ranks not in plan:
