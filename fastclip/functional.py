@@ -12,9 +12,8 @@ from torch import Tensor
 
 from fastclip import gradients, passes, watching
 from fastclip import table as tables
-from fastclip.gradients import Gradients, Parameters, Tensors
+from fastclip.gradients import Parameters, Tensors
 from fastclip.policy import refuse
-from fastclip.reading import Reading
 from fastclip.stats import GradStats
 
 INSTEAD = "error_if_nonfinite=False clips all the same"
@@ -62,7 +61,7 @@ def clip_grad_norm_(
     done = watching.clips(listed.parameters, limit)
     if error_if_nonfinite:
         found, table = passes.active(listed).measure(listed, p)
-        refuse(table, listed, found.names, p, INSTEAD, found.contributions)
+        refuse(table, listed, found, p, INSTEAD)
         total = tables.total_norm(table, p)
         passes.active(found).scale_(found, tables.coefficient(total, limit))
         total = total.to(tables.result_dtype(found.tensors))
@@ -89,7 +88,7 @@ def get_total_norm(
         return torch.zeros((), device="cpu", dtype=torch.float32)
     found, table = passes.active(listed).measure(listed, p)
     if error_if_nonfinite:
-        refuse(table, listed, found.names, p, INSTEAD, found.contributions)
+        refuse(table, listed, found, p, INSTEAD)
     return tables.total_norm(table, p).to(tables.result_dtype(found.tensors))
 
 
@@ -166,10 +165,10 @@ def grad_stats(parameters: Parameters, norm_type: float | str = 2.0) -> GradStat
     p = order(norm_type)
     listed = gradients.of_parameters(parameters)
     if not listed.grads:
-        none = Gradients.of_rows(())
-        return GradStats.measured(Reading.of(none, tables.empty(p, 0, torch.device("cpu"))), p)
+        none = gradients.Gradients.of_rows(())
+        return GradStats.measured(none, tables.empty(p, 0, torch.device("cpu")), p, torch.float32)
     found, table = passes.active(listed).measure(listed, p)
-    return GradStats.measured(Reading.of(found, table), p)
+    return GradStats.measured(found, table, p, tables.result_dtype(found.tensors))
 
 
 def order(norm_type: float | str) -> float:

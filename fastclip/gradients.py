@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from fastclip.ranks import Contributions
 
 if TYPE_CHECKING:
+    from fastclip.distributed.groups import United
     from fastclip.distributed.shards import Spread
 
 Parameters = Tensor | nn.Module | Iterable[Tensor] | Iterable[tuple[str, Tensor]]
@@ -44,17 +45,22 @@ class Listed:
     of, a place for every entry, where that is known.
 
     Where DTensors over several processes are among them, `tensors` are what this process holds,
-    and `spread` tells of what: then every parameter that requires a gradient has a tensor.
+    and `spread` tells of what: then every parameter that requires a gradient has a tensor. The
+    others are the same on all of them, or with `alone` this process's own.
     """
 
     def __init__(
-        self, tensors: list[Any], names: Sequence[str] | None, parameters: Sequence[Tensor] = ()
+        self,
+        tensors: list[Any],
+        names: Sequence[str] | None,
+        parameters: Sequence[Tensor] = (),
+        alone: bool = False,
     ) -> None:
         kinds = set(map(type, tensors))  # one call for thousands of tensors: 18 ns each
         self.names = names
         self.parameters = parameters
         self.spread: Spread | None = None
-        if not kinds <= _PLAIN and (of_shards := _spread(tensors, self)) is not None:
+        if not kinds <= _PLAIN and (of_shards := _spread(tensors, self, alone)) is not None:
             tensors, self.spread = of_shards
             kinds = set(map(type, tensors))
         self.tensors: list[Tensor | None] = tensors
@@ -73,7 +79,8 @@ class Listed:
 
     def called(self, label: str) -> str:
         """How an error calls the gradient of that label."""
-        return f"gradient {label!r}" if self.names else f"the gradient at position {label}"
+        known = self.names is not None
+        return f"gradient {label!r}" if known else f"the gradient at position {label}"
 
     def labels(self) -> tuple[str, ...]:
         """For each gradient its name, else its 0-based position among all entries."""
@@ -89,7 +96,7 @@ def _labels(names: Sequence[str] | None, n: int) -> Sequence[str]:
     return names or [str(position) for position in range(n)]
 
 
-def _spread(tensors: list[Any], listed: Listed) -> "tuple[list[Any], Spread] | None":
+def _spread(tensors: list[Any], listed: Listed, alone: bool) -> "tuple[list[Any], Spread] | None":
     """What this process holds, and of what, if there are DTensors over several processes."""
     # nobody has a DTensor without this module
     if torch.compiler.is_compiling() or "torch.distributed.tensor" not in sys.modules:
@@ -97,7 +104,7 @@ def _spread(tensors: list[Any], listed: Listed) -> "tuple[list[Any], Spread] | N
     from fastclip.distributed import shards
 
     names = _labels(listed.names, len(tensors))
-    return shards.spread_of(tensors, listed.parameters, names, listed.called)
+    return shards.spread_of(tensors, listed.parameters, names, listed.called, alone)
 
 
 class Row(NamedTuple):
@@ -117,6 +124,9 @@ class Gradients:
     `sparse` has only the rows, by number, of uncoalesced gradients. With `spread`, `tensors` are
     what this process holds of tensors of `numel` elements; `contributions` then tell what each
     process held when they were measured first.
+
+    With `united`, of process groups, `names` and `numel` are of the rows of all ranks, and the
+    other fields of this rank's gradients.
     """
 
     names: tuple[str, ...]
@@ -126,6 +136,7 @@ class Gradients:
     sparse: dict[int, tuple[Tensor, Tensor]]
     spread: "Spread | None" = None
     contributions: Contributions | None = None
+    united: "United | None" = None
 
     @classmethod
     def of_rows(cls, rows: Sequence[Row]) -> "Gradients":

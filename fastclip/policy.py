@@ -1,47 +1,38 @@
 """What to do about gradients with NaN or infinite elements."""
 
-from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Literal, get_args
 
 import torch
 from torch import Tensor
 
+from fastclip import passes
 from fastclip import table as tables
 from fastclip.gradients import Gradients, Listed
-from fastclip.ranks import Contributions, said
+from fastclip.ranks import said
 
 Policy = Literal["skip", "zero", "error", "propagate"]
 POLICIES: tuple[str, ...] = get_args(Policy)
 
 SHOWN = 10  # offenders an error message lists
 
-Again = Callable[[Gradients], Tensor]  # measures what has been measured before
 
-
-def refuse(
-    table: Tensor,
-    listed: Listed,
-    names: Sequence[str],
-    p: float,
-    instead: str,
-    contributions: Contributions | None = None,
-) -> None:
+def refuse(table: Tensor, listed: Listed, found: Gradients, p: float, instead: str) -> None:
     """Raise `RuntimeError` if an element is NaN or infinite, and say what could be done `instead`.
 
-    The counts tell, where a norm may just overflow; `contributions` tell on which ranks. Waits for
-    the device.
+    The counts tell, where a norm may just overflow. Waits for the device.
     """
     counts = table[:, tables.NAN : tables.INF + 1].tolist()
-    bad = [row for row, (nan, inf) in enumerate(counts) if nan or inf]
+    bad = [(row, nan, inf) for row, (nan, inf) in enumerate(counts) if nan or inf]
     if not bad:
         return
-    on = [""] * len(counts)
-    if contributions is not None:
-        on = [f"; on {said(ranks)}" if ranks else "" for ranks in contributions.offenders()]
+    held = found.contributions
+    where = ["" for _ in counts]
+    if held is not None:
+        where = [f"; on {said(ranks)}" if ranks else "" for ranks in held.offenders()]
     shown = ", ".join(
-        f"{listed.called(names[row])} ({counts[row][0]:.0f} NaN, {counts[row][1]:.0f} inf{on[row]})"
-        for row in bad[:SHOWN]
+        f"{listed.called(found.names[row])} ({nan:.0f} NaN, {inf:.0f} inf{where[row]})"
+        for row, nan, inf in bad[:SHOWN]
     )
     more = f" and {len(bad) - SHOWN} more" if len(bad) > SHOWN else ""
     raise RuntimeError(
@@ -50,7 +41,7 @@ def refuse(
     )
 
 
-def zero_(found: Gradients, table: Tensor, again: Again) -> Tensor:
+def zero_(found: Gradients, table: Tensor, p: float) -> Tensor:
     """Set elements that are not finite to 0, and return the table with the norms of the others.
 
     On the CPU, where looking costs nothing, gradients without such elements are not touched;
@@ -62,15 +53,15 @@ def zero_(found: Gradients, table: Tensor, again: Again) -> Tensor:
         _zero_(tensor)
     for gradient, coalesced in found.sparse.values():
         gradient.copy_(coalesced)
-    return _with_norms(table, again(found))
+    return _with_norms(table, passes.active(found).measure_again(found, p))
 
 
-def zeroed(found: Gradients, table: Tensor, again: Again) -> tuple[Gradients, Tensor]:
+def zeroed(found: Gradients, table: Tensor, p: float) -> tuple[Gradients, Tensor]:
     """The gradients that `zero_` would leave, as copies, and the table it would give."""
     if _known_finite(table):
         return found, table
     found = replace(found, tensors=[_zero_(tensor.clone()) for tensor in found.tensors], sparse={})
-    return found, _with_norms(table, again(found))
+    return found, _with_norms(table, passes.active(found).measure_again(found, p))
 
 
 def _known_finite(table: Tensor) -> bool:

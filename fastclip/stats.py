@@ -9,9 +9,9 @@ import torch
 from torch import Tensor
 
 from fastclip import table as tables
+from fastclip.gradients import Gradients
 from fastclip.ranks import Contributions, rank_stats, said
 from fastclip.ranks import RankStats as RankStats
-from fastclip.reading import Reading
 
 FIELDS = (
     *("names", "numel", "norms", "max_abs", "nan_count", "inf_count", "zero_count", "total_norm"),
@@ -72,16 +72,17 @@ class GradStats:
     contributions: Contributions | None = None  # of several processes that made the table
 
     @classmethod
-    def measured(cls, reading: Reading, norm_type: float) -> "GradStats":
-        """Statistics of gradients that nothing has been done to."""
-        table = reading.table
-        total = tables.total_norm(table, norm_type).to(reading.dtype)
-        if not reading.names:
+    def measured(
+        cls, found: Gradients, table: Tensor, norm_type: float, dtype: torch.dtype
+    ) -> "GradStats":
+        """Statistics of gradients that nothing has been done to. `dtype` is that of the norms."""
+        total = tables.total_norm(table, norm_type).to(dtype)
+        if not found.names:
             total = torch.zeros_like(total)  # as clip_grad_norm_ returns, whatever the order
         false = torch.zeros((), dtype=torch.bool, device=table.device)
         return cls(
-            reading.names,
-            reading.numel,
+            found.names,
+            found.numel,
             table,
             norm_type,
             total_norm=total,
@@ -90,26 +91,29 @@ class GradStats:
             clipped=false,
             skipped=false,
             found_inf=tables.found_nonfinite(table).to(torch.float32),
-            contributions=reading.contributions,
+            contributions=found.contributions,
         )
 
     @classmethod
     def decided(
         cls,
-        reading: Reading,
+        found: Gradients,
+        table: Tensor,
         norm_type: float,
+        dtype: torch.dtype,
         total: Tensor,
         coef: Tensor,
         threshold: Tensor,
         skipped: Tensor,
         found_inf: Tensor,
     ) -> "GradStats":
-        """Statistics of gradients that a clipper has decided about."""
-        clipped, dtype = coef < 1, reading.dtype
+        """Statistics of gradients that a clipper has decided about. `dtype` is that of the norms;
+        the numbers may be in any."""
+        clipped = coef < 1
         return cls(
-            reading.names,
-            reading.numel,
-            reading.table,
+            found.names,
+            found.numel,
+            table,
             norm_type,
             total_norm=total.to(dtype),
             coef=coef.to(dtype),
@@ -117,7 +121,7 @@ class GradStats:
             clipped=clipped.any() if clipped.dim() else clipped,
             skipped=skipped,
             found_inf=found_inf.to(torch.float32),
-            contributions=reading.contributions,
+            contributions=found.contributions,
         )
 
     @property

@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Callable, Sequence
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 from torch import Tensor
@@ -10,8 +10,7 @@ from torch import Tensor
 from fastclip import folding, passes, policy
 from fastclip import table as tables
 from fastclip.gradients import Gradients, Listed
-from fastclip.policy import Again, Policy
-from fastclip.reading import Reading
+from fastclip.policy import Policy
 from fastclip.rules import (
     AutoClip,
     Decision,
@@ -36,7 +35,10 @@ ELSEWHERE = (
 
 _CAPPED = (ZClip, LogZ, AutoClip)  # one threshold, of `max_norm` where it does not bind
 
-Measure = Callable[[Listed, Tensor | None], Reading]
+if TYPE_CHECKING:
+    from fastclip.distributed.groups import Groups
+
+Measure = Callable[[Listed, Tensor | None], tuple[Gradients, Tensor]]
 Rows = Callable[[tuple[str, ...], torch.device], State]  # the rule's state of these gradients
 
 
@@ -57,8 +59,8 @@ class Step(NamedTuple):
     listed: Listed  # their gradients
     loss_scale: WithoutScaler
     measure: Measure
-    again: Again
     rows: Rows
+    groups: "Groups | None" = None  # with which the gradients make one whole
 
     @property
     def at_once(self) -> bool:
@@ -88,7 +90,7 @@ class Step(NamedTuple):
         if self.settings.policy == "skip":
             bad = bad | total.isnan()
         return Decided(
-            self.settings, self.loss_scale, Reading.of(found, table), total, decision, bad
+            self.settings, self.loss_scale, found, table, total.dtype, total, decision, bad
         )
 
     def decide(self, dry: bool = False) -> "Decided":
@@ -97,53 +99,62 @@ class Step(NamedTuple):
         limit: float | Tensor | None = None
         if type(rule) is MaxNorm:  # asked first: a schedule may give what is no threshold
             limit = rule.limit(self.number)
-        reading = self.measure(self.listed, self.loss_scale.inv_scale)
-        bad = tables.found_nonfinite(reading.table)
-        elsewhere = self.loss_scale.found_elsewhere(bad.device)
-        spread = reading.found.spread
-        if spread is not None and not self.loss_scale.alone:
-            elsewhere = spread.agree(torch.zeros_like(bad) if elsewhere is None else elsewhere)
+        found, table, elsewhere = self._read()
+        bad = tables.found_nonfinite(table)
         if elsewhere is not None:
             bad = bad | elsewhere
         if chosen == "error" and not dry:
-            self._refuse(reading)
+            policy.refuse(table, self.listed, found, p, INSTEAD)
             if elsewhere is not None and elsewhere.item():
                 raise RuntimeError(f"{ELSEWHERE}. No gradient has been changed; {INSTEAD}")
         if chosen == "zero":
-            reading = self._zeroed(rule, reading, bad, dry)
-        total = tables.total_norm(reading.table, p)
+            found, table = self._zeroed(rule, found, table, bad, dry)
+        total = tables.total_norm(table, p)
         if chosen == "skip":
             bad = bad | total.isnan()  # of finite elements too: from a loss scale of 0
-        if reading.names:
-            state = self.rows(reading.names, total.device)
+        if found.names:
+            state = self.rows(found.names, table.device)
             if limit is None:
-                decision = self._ask(rule, reading, total, state)
+                decision = self._ask(rule, found, table, total, state)
                 if self._leaves and not isinstance(rule, MaxNorm):
                     bad = bad | self._unusable(decision, dry)
             else:  # what MaxNorm decides, without what other rules want to know
                 threshold = tables.limit(limit, total.device)
                 decision = Decision(tables.coefficient(total, limit), threshold, state)
+            if found.contributions is not None:
+                decision = decision.where_present(found.contributions.present, state)
             if self._leaves:
                 decision = decision.unless(bad, state)
         else:
-            total, decision = torch.zeros_like(total), _nothing(rule, limit, reading.table)
-        return Decided(self.settings, self.loss_scale, reading, total, decision, bad)
+            total, decision = torch.zeros_like(total), _nothing(rule, limit, table)
+        own = tables.result_dtype(found.tensors)
+        dtype = own if found.united is None else found.united.dtype
+        return Decided(self.settings, self.loss_scale, found, table, dtype, total, decision, bad)
 
-    def _refuse(self, reading: Reading) -> None:
-        names, table = reading.names, reading.table
-        listed = self.listed if reading.rows is None else Listed([], names)
-        policy.refuse(table, listed, names, self.settings.p, INSTEAD, reading.contributions)
+    def _read(self) -> tuple[Gradients, Tensor, Tensor | None]:
+        """The gradients and their table; and whether an element elsewhere is not finite."""
+        if self.groups is not None:
+            elsewhere = self.loss_scale.found_elsewhere(self.groups.device)
+            found, table = self.measure(self.listed, self.loss_scale.inv_scale)
+            return self.groups.unite(found, table, elsewhere)
+        found, table = self.measure(self.listed, self.loss_scale.inv_scale)
+        elsewhere = self.loss_scale.found_elsewhere(table.device)
+        if found.spread is not None and not self.loss_scale.alone:
+            never = torch.zeros((), dtype=torch.bool, device=table.device)
+            elsewhere = found.spread.agree(never if elsewhere is None else elsewhere)
+        return found, table, elsewhere
 
-    def _zeroed(self, rule: Rule, reading: Reading, bad: Tensor, dry: bool) -> Reading:
-        found, table = reading.found, reading.table
+    def _zeroed(
+        self, rule: Rule, found: Gradients, table: Tensor, bad: Tensor, dry: bool
+    ) -> tuple[Gradients, Tensor]:
+        p = self.settings.p
         if dry:
-            found, table = policy.zeroed(found, table, self.again)
-            return reading._replace(found=found, table=table)
-        if reading.names and not isinstance(rule, MaxNorm) and tables.peek(bad) != 0:
+            return policy.zeroed(found, table, p)
+        if found.names and not isinstance(rule, MaxNorm) and tables.peek(bad) != 0:
             # for what it raises, while nothing is written; the answer that counts comes after
-            state = self.rows(reading.names, table.device)
-            self._ask(rule, reading, tables.total_norm(table, self.settings.p), state)
-        return reading._replace(table=policy.zero_(found, table, self.again))
+            state = self.rows(found.names, table.device)
+            self._ask(rule, found, table, tables.total_norm(table, p), state)
+        return found, policy.zero_(found, table, p)
 
     def _unusable(self, decision: Decision, dry: bool) -> Tensor:
         """Whether a coefficient is not finite, which then the rule has made so, 0-d bool."""
@@ -155,14 +166,15 @@ class Step(NamedTuple):
             )
         return found
 
-    def _ask(self, rule: Rule, reading: Reading, total: Tensor, state: State) -> Decision:
-        found, whole = reading.found, reading.rows is None
+    def _ask(
+        self, rule: Rule, found: Gradients, table: Tensor, total: Tensor, state: State
+    ) -> Decision:
         measured = Measured(
             total,
-            tables.norms(reading.table, self.settings.p),
+            tables.norms(table, self.settings.p),
             self.number,
-            _of_rows(self.parameters, self.listed, found) if whole else (),
-            found.tensors if whole else (),
+            () if found.united else _of_rows(self.parameters, self.listed, found),
+            () if found.united else found.tensors,
             self.loss_scale.inv_scale,
         )
         try:
@@ -171,9 +183,7 @@ class Step(NamedTuple):
             name = found.names[error.row]
             raise TypeError(f"{self.listed.called(name)} {error.reason}") from None
         require_decision(rule, decision, measured, state)
-        if reading.contributions is None:
-            return decision
-        return decision.where(reading.contributions.present, state)
+        return decision
 
 
 class Decided(NamedTuple):
@@ -181,14 +191,16 @@ class Decided(NamedTuple):
 
     settings: Settings
     loss_scale: WithoutScaler
-    reading: Reading
+    found: Gradients
+    table: Tensor
+    dtype: torch.dtype  # of the norms that are returned
     total: Tensor
     decision: Decision
     bad: Tensor  # 0-d bool: an element is not finite, of these gradients or of the optimizers'
 
     def foldable(self, listed: Listed) -> bool:
         """Whether an optimizer could apply the coefficient, a float32 number to it."""
-        return self.reading.dtype == torch.float32 and folding.suits(self.reading.found, listed)
+        return self.dtype == torch.float32 and folding.suits(self.found, listed)
 
     def leave_(self, listed: Listed) -> Tensor:
         """What the optimizer is to divide the gradients by; they are written only if one float32
@@ -204,10 +216,9 @@ class Decided(NamedTuple):
     def write_(self) -> None:
         """Rescale in place."""
         if self.decision.units is not None:
-            units = list(map(self._factor, self.decision.units))
-            scale_units_(self.reading.found.tensors, units)
+            scale_units_(self.found.tensors, list(map(self._factor, self.decision.units)))
         else:
-            self.reading.scale_(self._factor(self.decision.coef))
+            passes.active(self.found).scale_(self.found, self._factor(self.decision.coef))
         left = self.bad if self.settings.policy != "propagate" else torch.zeros_like(self.bad)
         self.loss_scale.unscale_others_(left)
 
@@ -227,8 +238,10 @@ class Decided(NamedTuple):
         if chosen == "propagate" and scaled:  # the scaler skips a step that has been written
             coef = coef.masked_fill(self.bad, 1.0)
         return GradStats.decided(
-            self.reading,
+            self.found,
+            self.table,
             self.settings.p,
+            self.dtype,
             self.total,
             coef,
             self.decision.threshold,
