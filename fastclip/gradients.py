@@ -207,7 +207,7 @@ def entries_of(parameters: Any, none_allowed: bool) -> tuple[list[Any], list[str
             "parameters is an exhausted generator: there are no gradients to clip or measure",
             stacklevel=4,
         )
-    if set(map(type, entries)) <= _PLAIN:
+    if all(issubclass(kind, Tensor) for kind in set(map(type, entries))):
         return entries, None
     pairs = [_pair(entry, position, none_allowed) for position, entry in enumerate(entries)]
     named = any(isinstance(entry, tuple) for entry in entries)

@@ -26,8 +26,8 @@ from fastclip.step import Settings
 SHOWN = 10  # names that an error lists
 
 OTHERS = (
-    "a GradClipper with a process_group keeps to the parameters that required a gradient when it was "
-    "built (for others, build a new GradClipper on all ranks)"
+    "a GradClipper with a process_group keeps to the parameters that required a gradient when it "
+    "was built (for others, build a new GradClipper on all ranks)"
 )
 
 Counts = Callable[[str, Tensor], bool]
