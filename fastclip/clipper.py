@@ -351,7 +351,7 @@ class GradClipper:
             and not self._settings.rule.per_tensor
             and all(map(folding.honours, optimizers))
             and folding.covers(optimizers, step.parameters)
-            and folding.aligned(step.parameters, step.listed)
+            and folding.aligned(step.held, step.listed)
         )
 
 

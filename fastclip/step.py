@@ -63,6 +63,12 @@ class Step(NamedTuple):
     groups: "Groups | None" = None  # with which the gradients make one whole
 
     @property
+    def held(self) -> Sequence[Tensor]:
+        """What this process has of the parameters."""
+        spread = self.listed.spread
+        return self.parameters if spread is None else spread.held(self.parameters)
+
+    @property
     def at_once(self) -> bool:
         """Whether the fused form does it all: one threshold, and nothing else to ask."""
         return (

@@ -1,42 +1,35 @@
 """What this process holds of DTensors, and how its table becomes that of the whole tensors.
 
 The local parts are measured and rescaled as any other tensors; only tables travel, in one
-collective for every set of processes that a mesh is made of. Every use of what DTensor keeps
-private is in this file.
+collective for every set of processes that a mesh is made of.
 """
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import NamedTuple
-from weakref import WeakKeyDictionary
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed._functional_collectives import AsyncCollectiveTensor
-from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
-from torch.distributed.tensor.placement_types import Placement
+from torch.distributed.tensor import DTensor
 
 from fastclip import table as tables
 from fastclip.distributed import combine
 from fastclip.distributed.combine import COUNTED, OWNER, PRESENT, Contributions, Gathered
+from fastclip.distributed.layouts import (
+    Layout,
+    Layouts,
+    PartialOf,
+    World,
+    default_group,
+    local_of,
+    not_linear,
+    numel_of,
+    reduced_part,
+    world,
+)
 
-LINEAR = frozenset({"sum", "avg"})  # kinds of Partial that a coefficient passes through
 PLANS = 64  # lists whose collectives are kept
-
-Placements = tuple[Placement, ...]
-
-
-class Layout(NamedTuple):
-    """Where the elements of DTensors of one mesh and the same placements are."""
-
-    mesh: DeviceMesh
-    placements: Placements
-    ranks: tuple[int, ...]  # of the mesh, sorted; none where this process is not one of them
-    counted: bool  # whether the part of this process is, or is a replica of one that is
-    reduced: Placements | None  # in which a partial gradient is measured
-    divisor: int  # what its sum is divided by
 
 
 class Gathering(NamedTuple):
@@ -46,29 +39,6 @@ class Gathering(NamedTuple):
     group: dist.ProcessGroup | None  # None: the default one, which no cache may keep alive
     members: list[int]
     flags: list[int]  # of members that are present
-
-
-class PartialOf(NamedTuple):
-    """What it takes to reduce a partial gradient."""
-
-    layout: Layout
-    local: torch.Size
-    shape: torch.Size
-    stride: tuple[int, ...]
-
-
-@dataclass
-class _World:
-    """What is kept for as long as the default process group."""
-
-    # None: of partial ones, which are by number of dimensions as well
-    layouts: dict[tuple[DeviceMesh, Placements], Layout | None] = field(default_factory=dict)
-    partial: dict[tuple[DeviceMesh, Placements, int], Layout] = field(default_factory=dict)
-    plans: dict[tuple[bool | int, ...], list[Gathering]] = field(default_factory=dict)
-    groups: dict[tuple[int, ...], dist.ProcessGroup] = field(default_factory=dict)
-
-
-_worlds: "WeakKeyDictionary[dist.ProcessGroup, _World]" = WeakKeyDictionary()
 
 
 @dataclass(frozen=True)
@@ -102,10 +72,16 @@ class Spread:
             return {}
         of_place = zip(self.places(), tensors, strict=True)
         return {
-            place: _reduced(tensor, self.partial[place])
+            place: reduced_part(tensor, self.partial[place])
             for place, tensor in of_place
             if place in self.partial
         }
+
+    def held(self, parameters: Sequence[Tensor]) -> list[Tensor]:
+        """The parts of parameters that this process has."""
+        return [
+            local_of(each).detach() if isinstance(each, DTensor) else each for each in parameters
+        ]
 
     def refuse_partial(self, labels: Sequence[str], called: Callable[[str], str]) -> None:
         """Raise `TypeError` if a gradient is partial, for what is done element by element."""
@@ -119,7 +95,7 @@ class Spread:
     def agree(self, flag: Tensor) -> Tensor:
         """Whether `flag`, 0-d bool, holds on any of the processes."""
         for gathering in self._plan():
-            flag = combine.any_of(flag, gathering.group or _default_group())
+            flag = combine.any_of(flag, gathering.group or default_group())
         return flag
 
     def take_part(self, device: torch.device, p: float) -> None:
@@ -170,7 +146,7 @@ class Spread:
             pairs = zip(members, flags, strict=True)
             flags = [every if self.present[place] else 0 for place, every in pairs]
         packed = combine.pack(own, flags, self.checksum, failed[0] if failed else None)
-        gathered = combine.gather(packed, gathering.group or _default_group())
+        gathered = combine.gather(packed, gathering.group or default_group())
         failed.extend(gathered.known_failed())
         return gathered
 
@@ -191,13 +167,13 @@ class Spread:
 
     def _plan(self) -> list[Gathering]:
         """The collectives, in the order in which their processes first come in the list."""
-        world = _world()
+        kept = world()
         key = (self.alone, *map(id, self.layouts))  # of layouts that the same object keeps
-        plan = world.plans.get(key)
+        plan = kept.plans.get(key)
         if plan is None:
-            if len(world.plans) >= PLANS:
-                world.plans.clear()
-            plan = world.plans[key] = _planned(self.layouts, self.alone, world)
+            if len(kept.plans) >= PLANS:
+                kept.plans.clear()
+            plan = kept.plans[key] = _planned(self.layouts, self.alone, kept)
         return plan
 
 
@@ -220,22 +196,15 @@ def spread_of(
     sources: Sequence[Tensor | None] = parameters or tensors
     if not any(isinstance(each, DTensor) and each.device_mesh.size() > 1 for each in sources):
         return None
-    layouts, seen = _Layouts(), set[int]()
+    layouts = Layouts()
     places: list[Tensor | None] = []
     shared = names
     if alone:
         pairs = zip(names, sources, strict=True)
         shared = [name for name, source in pairs if isinstance(source, DTensor)]
     spread = Spread([], [], [], {}, combine.checksum_of(shared), alone)
-    for position, tensor in enumerate(tensors):
-        source = tensor
-        if parameters:
-            parameter = parameters[position]
-            if source is None and parameter.requires_grad:
-                source = parameter
-            if id(parameter) in seen:
-                source = None
-            seen.add(id(parameter))
+    every = zip(names, tensors, _sources(tensors, parameters), strict=True)
+    for name, tensor, source in every:
         if source is None:
             places.append(None)
             continue
@@ -243,10 +212,10 @@ def spread_of(
         if not isinstance(source, DTensor):
             numel = source.numel()
         else:
-            layout, local = layouts.of(source), _local(source)
-            numel = source._spec.shape.numel()  # source.numel() takes 0.6 us
+            layout, local = layouts.of(source), local_of(source)
+            numel = numel_of(source)
             if layout is None:
-                raise TypeError(_not_linear(called(names[position]), source))
+                raise TypeError(not_linear(called(name), source))
             if tensor is not None and layout.reduced is not None:
                 partial = PartialOf(layout, local.shape, source.shape, source.stride())
                 spread.partial[len(spread.numel)] = partial
@@ -257,114 +226,22 @@ def spread_of(
     return places, spread
 
 
-class _Layouts:
-    """The layouts of the DTensors of a list, of which most are like the one before, down to the
-    very objects: then nothing has to be hashed, which takes 2 us."""
-
-    def __init__(self) -> None:
-        self._world = _world()
-        self._last: tuple[object, object, int, Layout | None] = (None, None, 0, None)
-
-    def of(self, source: DTensor) -> Layout | None:
-        """None if it is partial in a way that is not linear."""
-        spec = source._spec
-        mesh, placements, dims, layout = self._last
-        if mesh is spec.mesh and placements == spec.placements:
-            if layout is not None and (layout.reduced is None or dims == source.dim()):
-                return layout
-        layout = _layout(source, self._world)
-        self._last = spec.mesh, spec.placements, source.dim(), layout
-        return layout
+def _sources(
+    tensors: Sequence[Tensor | None], parameters: Sequence[Tensor]
+) -> Sequence[Tensor | None]:
+    """For each place what tells of its gradient: the gradient, else its parameter."""
+    if not parameters:
+        return tensors
+    sources: list[Tensor | None] = []
+    seen = set[int]()
+    for tensor, parameter in zip(tensors, parameters, strict=True):
+        source = parameter if tensor is None and parameter.requires_grad else tensor
+        sources.append(None if id(parameter) in seen else source)
+        seen.add(id(parameter))
+    return sources
 
 
-def _layout(source: DTensor, world: _World) -> Layout | None:
-    spec = source._spec
-    key = (spec.mesh, spec.placements)
-    if key not in world.layouts:
-        partial = any(
-            placement.is_partial() and spec.mesh.size(dim) > 1
-            for dim, placement in enumerate(spec.placements)
-        )
-        world.layouts[key] = None if partial else _made(*key, None)
-    layout = world.layouts[key]
-    if layout is not None:
-        return layout
-    of_dims = (*key, source.dim())
-    if of_dims not in world.partial:
-        reduced = _reducible(spec.mesh, spec.placements, source.dim())
-        if reduced is None:
-            return None
-        world.partial[of_dims] = _made(*key, reduced)
-    return world.partial[of_dims]
-
-
-def _made(mesh: DeviceMesh, placements: Placements, reduced: Placements | None) -> Layout:
-    place, divisor = mesh.get_coordinate(), 1
-    for dim, placement in enumerate(placements):
-        if isinstance(placement, Partial) and placement.reduce_op == "avg":
-            divisor *= mesh.size(dim)
-    if place is None:
-        return Layout(mesh, placements, (), False, reduced, divisor)
-    counted = all(
-        number == 0 or not isinstance(placement, Replicate)
-        for number, placement in zip(place, reduced or placements, strict=True)
-    )
-    ranks = tuple(sorted(mesh.mesh.flatten().tolist()))
-    return Layout(mesh, placements, ranks, counted, reduced, divisor)
-
-
-def _reducible(mesh: DeviceMesh, placements: Placements, dims: int) -> Placements | None:
-    """The placements with the partial ones reduced: sharded along a dimension that nothing else
-    shards, where there is one, else replicated. None if one of them is not linear."""
-    free = [dim for dim in range(dims) if not any(each.is_shard(dim) for each in placements)]
-    reduced: list[Placement] = []
-    for number, placement in enumerate(placements):
-        if not placement.is_partial():
-            reduced.append(placement)
-        elif mesh.size(number) == 1:
-            reduced.append(Replicate())
-        elif type(placement) is not Partial or placement.reduce_op not in LINEAR:
-            return None
-        else:
-            reduced.append(Shard(free.pop(0)) if free else Replicate())
-    return tuple(reduced)
-
-
-def _not_linear(what: str, source: DTensor) -> str:
-    return (
-        f"{what} is a DTensor with placements {source.placements}: partial values that are not "
-        "summed or averaged cannot be measured or rescaled before they are reduced"
-    )
-
-
-def _reduced(stored: Tensor, partial: PartialOf) -> Tensor:
-    layout = partial.layout
-    if not layout.ranks:
-        return stored
-    # As a sum: gloo has no averages.
-    placements = [Partial() if each.is_partial() else each for each in layout.placements]
-    local = stored.detach().expand(partial.local)
-    whole = DTensor.from_local(
-        *(local, layout.mesh, placements),
-        run_check=False,
-        shape=partial.shape,
-        stride=partial.stride,
-    )
-    part = _local(whole.redistribute(layout.mesh, layout.reduced))
-    return part if layout.divisor == 1 else part / layout.divisor
-
-
-def held(parameters: Sequence[Tensor]) -> list[Tensor]:
-    """The parts of parameters that this process has."""
-    return [_local(each).detach() if isinstance(each, DTensor) else each for each in parameters]
-
-
-def _local(source: DTensor) -> Tensor:
-    local = source._local_tensor
-    return local.wait() if isinstance(local, AsyncCollectiveTensor) else local
-
-
-def _planned(layouts: Sequence[Layout | None], alone: bool, world: _World) -> list[Gathering]:
+def _planned(layouts: Sequence[Layout | None], alone: bool, kept: World) -> list[Gathering]:
     """A collective for each set of processes that is part of no other, in the order of the list.
 
     What lies on smaller meshes rides along, as replicas of what the other processes have on theirs
@@ -377,7 +254,7 @@ def _planned(layouts: Sequence[Layout | None], alone: bool, world: _World) -> li
         if layout is not None and layout.ranks:
             firsts.setdefault(layout.ranks, layout)
     plan = {
-        ranks: Gathering(ranks, _group(layout, world), [], [])
+        ranks: Gathering(ranks, _group(layout, kept), [], [])
         for ranks, layout in firsts.items()
         if len(ranks) > 1 and (alone or not any(set(ranks) < set(other) for other in firsts))
     }
@@ -398,30 +275,19 @@ def _planned(layouts: Sequence[Layout | None], alone: bool, world: _World) -> li
     return list(plan.values())
 
 
-def _group(layout: Layout, world: _World) -> dist.ProcessGroup | None:
+def _group(layout: Layout, kept: World) -> dist.ProcessGroup | None:
     """The process group of all processes of a mesh."""
     ranks = layout.ranks
     if len(ranks) == dist.get_world_size():
-        if layout.mesh.ndim > 1 or layout.mesh.get_group() is _default_group():
+        if layout.mesh.ndim > 1 or layout.mesh.get_group() is default_group():
             return None
     if layout.mesh.ndim == 1:
         return layout.mesh.get_group()
-    if ranks not in world.groups:
+    if ranks not in kept.groups:
         # Made by its members alone: the others may have no such mesh.
         group = dist.new_group(list(ranks), use_local_synchronization=True)
-        world.groups[ranks] = group
-    return world.groups[ranks]
-
-
-def _world() -> _World:
-    return _worlds.setdefault(_default_group(), _World())
-
-
-def _default_group() -> dist.ProcessGroup:
-    group = dist.group.WORLD
-    if group is None:
-        raise RuntimeError("there are DTensors, and torch.distributed has been shut down")
-    return group
+        kept.groups[ranks] = group
+    return kept.groups[ranks]
 
 
 def _index(places: Sequence[int], device: torch.device) -> Tensor:
