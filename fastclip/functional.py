@@ -3,6 +3,12 @@
 `parameters` is a Tensor, an iterable of Tensors or of ``(name, Tensor)`` pairs, or a Module.
 Gradients may be of any floating or complex dtype, mixed dtypes and devices, dense with any strides
 or sparse COO. `foreach` is accepted for compatibility and has no effect.
+
+Gradients may be DTensors (FSDP2, tensor parallel), of several meshes and beside ordinary tensors,
+which then are taken to be the same on every process. Each process measures and rescales what it
+holds; one small collective per mesh combines the statistics. Results are ordinary tensors, of the
+whole gradients and with the same bits on every process. All processes of a mesh have to call, with
+the same parameters; one without gradients takes part too.
 """
 
 import math
@@ -126,11 +132,12 @@ def clip_grad_value_(
 ) -> None:
     """Clamp every gradient element in place to ``[-clip_value, clip_value]``; NaN stays NaN.
 
-    Sparse gradients are clamped by their coalesced values.
+    Sparse gradients are clamped by their coalesced values, DTensors without a collective.
 
     Raises:
         ValueError: `clip_value` is negative or NaN.
-        TypeError: a gradient is complex, or its dtype, layout or type is not supported.
+        TypeError: a gradient is complex, a DTensor that has not been reduced, or its dtype, layout
+            or type is not supported.
         RuntimeError: a gradient's elements share memory.
     """
     value = _at_least_0(clip_value, "clip_value must be a number of at least 0")

@@ -12,6 +12,7 @@ from fastclip import table as tables
 from fastclip.gradients import Gradients, Listed
 from fastclip.policy import Policy
 from fastclip.rules import (
+    AGC,
     AutoClip,
     Decision,
     LogZ,
@@ -175,11 +176,13 @@ class Step(NamedTuple):
     def _ask(
         self, rule: Rule, found: Gradients, table: Tensor, total: Tensor, state: State
     ) -> Decision:
+        if found.spread is not None and isinstance(rule, AGC):
+            self._refuse_units(found)
         measured = Measured(
             total,
             tables.norms(table, self.settings.p),
             self.number,
-            () if found.united else _of_rows(self.parameters, self.listed, found),
+            () if found.united else _of_rows(self.held, self.listed, found),
             () if found.united else found.tensors,
             self.loss_scale.inv_scale,
         )
@@ -190,6 +193,17 @@ class Step(NamedTuple):
             raise TypeError(f"{self.listed.called(name)} {error.reason}") from None
         require_decision(rule, decision, measured, state)
         return decision
+
+    def _refuse_units(self, found: Gradients) -> None:
+        spread = found.spread
+        assert spread is not None
+        for name, place in zip(found.names, spread.places(), strict=True):
+            if spread.layouts[place] is not None:
+                raise TypeError(
+                    f"{self.listed.called(name)} is a DTensor over several processes, which may "
+                    "hold parts of a unit each: AGC does not clip these. Take a rule that clips "
+                    "whole tensors (AdaGC) or the global norm"
+                )
 
 
 class Decided(NamedTuple):

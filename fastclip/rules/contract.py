@@ -16,7 +16,8 @@ State = dict[str, Tensor]
 class Measured(NamedTuple):
     """What a rule sees of one step: n gradients, on the device of the first one.
 
-    Norms are those of the whole gradients before clipping, without the loss scale.
+    Norms are those of the whole gradients before clipping, without the loss scale; `parameters` and
+    `gradients` are what this process holds of DTensors, and empty under process groups.
     """
 
     total: Tensor  # 0-d float64, the norm of all gradients as one vector

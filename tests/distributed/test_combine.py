@@ -102,6 +102,17 @@ def test_packed_and_gathered() -> None:
     got.settle("unused")
 
 
+def test_of_several_sets_the_lowest_that_has_a_gradient_counts() -> None:
+    """Ranks 0, 2 and 1, 3 hold shards of one tensor each; of another only the second two."""
+    both = combining.PRESENT | combining.COUNTED
+    first, second = (both + combining.OWNER * (1 + lowest) for lowest in (0, 1))
+    table = tables.empty(2.0, 2, torch.device("cpu"))
+    flags = [[first, 0], [second, second], [first, 0], [second, second]]
+    got = gathered(*(pack(table, each, 7) for each in flags))
+    assert got.counted.T.tolist() == [[True, False, True, False], [False, True, False, True]]
+    assert got.present.tolist() == [True, True]
+
+
 def test_a_rank_that_failed_is_named() -> None:
     table = tables.empty(2.0, 1, torch.device("cpu"))
     got = gathered(pack(table, [0], 7), pack(table, [0], 7, failed=0))
