@@ -316,6 +316,10 @@ def built(kind: str) -> str:
             own = [value for _, value in own]
         elif kind == "counts":
             options["counts"] = lambda name, parameter: "yes"
+        elif kind == "parameters":
+            own = [("w1", 3)]
+        elif kind == "unknown-policy":
+            options["nonfinite"] = "ignore"
         elif kind == "twice":
             own.append(("w1", torch.ones(1, requires_grad=True)))
     try:
@@ -336,6 +340,8 @@ BUILT = {
     "policy": (ALIKE, ""),
     "positions": (COULD_NOT, "ValueError: process_group combines parameters by their names"),
     "counts": (COULD_NOT, "TypeError: counts must return True or False, got 'yes' for 'w1'"),
+    "parameters": (COULD_NOT, "TypeError: entry 0 of parameters must be a Tensor"),
+    "unknown-policy": (COULD_NOT, "ValueError: nonfinite must be one of"),
     "twice": (COULD_NOT, "ValueError: the name 'w1' comes more than once"),
     "AGC": ("TypeError: AGC looks at whole gradients and parameters", ""),
 }
@@ -368,6 +374,30 @@ class Halving:
         assert (measured.parameters, measured.gradients) == ((), ())
         half = torch.full_like(measured.norms, 0.5)
         return Decision(half, half, {"last": measured.norms})
+
+
+class Units(Halving):
+    """Scales units of tensors that it has not seen."""
+
+    def decide(self, measured: Measured, state: State) -> Decision:
+        return super().decide(measured, state)._replace(units=[])
+
+
+def own_units() -> str:
+    own = splits.parameters(SPLIT)
+    clipper = GradClipper(own.items(), rule=Units(), **splits.grouped(SPLIT))
+    splits.assign(SPLIT, own, splits.gradients(0))
+    with pytest.raises(ValueError, match="Units gave units") as error:
+        clipper.clip_()
+    return str(error.value)
+
+
+def test_a_rule_of_ones_own_cannot_scale_units(ranks: Pool) -> None:
+    for said in ranks.run(2, own_units):
+        assert said == (
+            "Units gave units, of which it has seen none: with a process_group, rules get norms "
+            "and no tensors"
+        )
 
 
 def own_rule() -> Any:
