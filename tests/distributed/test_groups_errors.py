@@ -14,6 +14,7 @@ import torch.distributed as dist
 from torch import nn
 
 from fastclip import GradClipper
+from fastclip.distributed import combine
 from fastclip.rules import AGC, MaxNorm
 from tests.distributed import splits
 from tests.distributed.ranks import Pool
@@ -226,3 +227,14 @@ def test_what_is_wrong_at_construction_is_raised_on_all_ranks(ranks: Pool, kind:
 def test_counts_needs_a_group() -> None:
     with pytest.raises(TypeError, match="counts is for the parameters of a process_group"):
         GradClipper([("w", torch.ones(1))], counts=lambda name, parameter: True)
+
+
+def test_what_is_overdue_is_raised_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a GPU headers are read in the next call, by every rank: none may keep one for later."""
+    header = torch.tensor([[0.0, 7.0], [2.0, 7.0]], dtype=torch.float64)
+    gathered = combine.Gathered((0, 1), torch.zeros(2, 1, 5), torch.zeros(2, 1), header)
+    arrived = torch.Event("cpu")
+    monkeypatch.setattr(combine, "_overdue", [combine._Overdue(gathered, arrived, "what")] * 2)
+    with pytest.raises(RuntimeError, match="rank 1 could not measure"):
+        combine.raise_overdue()
+    combine.raise_overdue()

@@ -8,7 +8,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from fastclip import GradClipper
+from fastclip import GradClipper, passes
+from fastclip.gradients import Gradients
 from fastclip.rules import AdaGC
 from fastclip.rules.contract import Decision, Measured, State
 from tests.distributed import splits
@@ -85,7 +86,21 @@ def test_a_bad_copy_that_does_not_count_is_seen_by_all(
 
 
 def stepped(kind: str, scaled: bool) -> Any:
-    """Three steps of which the second has a NaN on rank 1; what moved."""
+    """Three steps of which the second has a NaN on rank 1; what moved, and how often gradients were
+    rescaled by a pass of their own."""
+    written: list[Tensor] = []
+    scale_ = passes.scale_
+
+    def recorded(found: Gradients, coef: Tensor) -> None:
+        written.append(coef)
+        scale_(found, coef)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(passes, "scale_", recorded)
+        return *_stepped(kind, scaled), len(written)
+
+
+def _stepped(kind: str, scaled: bool) -> Any:
     own = splits.parameters(SPLIT)
     split = [[value for name, value in own.items() if name != "norm0"], []]
     if "norm0" in own:
@@ -122,7 +137,8 @@ def stepped(kind: str, scaled: bool) -> Any:
 def test_all_step_or_none(ranks: Pool, scaled: bool) -> None:
     fused = ranks.run(2, stepped, "fused", scaled)
     foreach = ranks.run(2, stepped, "foreach", scaled)
-    for seen, counted, scale, _ in (*fused, *foreach):
+    assert [answer[4] for answer in (*fused, *foreach)] == [0, 0, 3, 3]
+    for seen, counted, scale, *_ in (*fused, *foreach):
         assert [skipped for _, _, skipped, _ in seen] == [False, True, False]
         assert [set(moved.values()) for *_, moved in seen] == [{True}, {False}, {True}]
         assert counted == {"steps": 3, "clipped": 2, "skipped": 1, "consecutive_skips": 0}
