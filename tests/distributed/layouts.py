@@ -131,7 +131,8 @@ def placed(seed: int, over: DeviceMesh, placements: Sequence[Placement], *shape:
     parameter = nn.Parameter(distribute_tensor(full, over, settled))
     grad = distribute_tensor(normal(seed + 1, *shape), over, settled)
     if partial:
-        own = torch.distributed.get_rank()
+        # by place in the mesh: where that is a part of another, the other parts hold copies
+        own = over.mesh.flatten().tolist().index(torch.distributed.get_rank())
         summand = normal(seed + 2 + own, *grad.to_local().shape)
         replicas = [d for d, each in enumerate(placements) if each == Replicate()]
         for dim in replicas:  # copies are copies

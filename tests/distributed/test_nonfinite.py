@@ -201,3 +201,17 @@ def test_one_bad_replica_is_seen_by_all_and_counted_once(
         assert [rank for rank, _, _, nan, _, _ in answer.by_rank if nan] == [guilty]
         if policy == "skip":
             assert answer.rewritten == []
+
+
+@pytest.mark.parametrize("guilty", [0, 3])
+@pytest.mark.parametrize("name", ["a.rows", "b.columns", "b.replicated"])
+def test_ranks_of_other_parts_of_a_mesh_decide_alike(ranks: Pool, name: str, guilty: int) -> None:
+    """`a` is {0, 2} for ranks 0 and 2, {1, 3} for the others: they hold copies of the same."""
+    answers = ranks.run(
+        *(4, spoiling.step, "several-meshes", 4, guilty, name, math.nan, "skip"), fused=False
+    )
+    alike(answers, "skipped", "found_inf", "nonfinite", "counts", "by_rank")
+    for answer in answers:
+        assert answer.skipped is True
+        assert answer.changed == []
+        assert answer.counts == {name: (1, 0)}

@@ -7,6 +7,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.tensor import Shard
 from torch.nn.parallel import DistributedDataParallel
 from torch.profiler import ProfilerActivity, profile
 
@@ -71,7 +72,7 @@ def of_layout(name: str, size: int) -> tuple[int, dict[str, Sent]]:
 
 def of_many(size: int, count: int) -> dict[str, Sent]:
     over = layouts.mesh(size)
-    shard = [layouts.Shard(0)]
+    shard = [Shard(0)]
     return of_calls([(f"w{n}", layouts.placed(n, over, shard, 64, 64)) for n in range(count)])
 
 
