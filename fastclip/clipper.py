@@ -2,10 +2,10 @@
 
 import warnings
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from copy import copy
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -14,16 +14,20 @@ from torch.optim import Optimizer
 
 from fastclip import folding, passes, stepping, watching
 from fastclip import table as tables
-from fastclip.functional import order
 from fastclip.gradients import Gradients, Listed, Parameters
 from fastclip.listing import Listing
 from fastclip.memory import Counters, Remembered
 from fastclip.overlap import Overlap
-from fastclip.policy import POLICIES, SHOWN, Policy
+from fastclip.policy import SHOWN, Policy
 from fastclip.rules import MaxNorm, Rule
 from fastclip.scaling import WithoutScaler, optimizers_of, scale_of
 from fastclip.stats import GradStats
-from fastclip.step import Settings, Step
+from fastclip.step import Step, settings_of
+
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
+
+    from fastclip.distributed.groups import Groups
 
 VERSION = 1  # of the format of `state_dict`
 KEYS = ("version", "counters", "rule", "state")
@@ -64,6 +68,18 @@ class GradClipper:
             - ``"error"``: raise `RuntimeError` naming the parameters, before anything is written;
               this waits for the device at every step;
             - ``"propagate"``: clip and step all the same, as torch does.
+        process_group: a ``torch.distributed`` group, or several that are applied in turn, over
+            whose ranks a model is split by hand: pipeline stages, hand-made tensor or expert
+            parallelism. Each rank passes what it holds, which may be nothing, under the names of
+            the whole model; of one name, ranks hold shards. All get the same statistics, with a row
+            for every name, and take the same decisions. To build the clipper and each `clip_`,
+            `step` and `measure` are collectives of all ranks. The names are exchanged when it is
+            built: for parameters that are added or unfrozen later build a new one. DTensors are
+            combined over their own meshes first; for those alone, and for DDP, leave it out.
+        counts: with `process_group`, a function from name and parameter to whether this rank's copy
+            counts in the norm, asked once: false for copies of what another rank counts (a tied
+            embedding in the last stage, layer norms beside tensor-parallel matrices). Copies are
+            rescaled as what counts, and a NaN in them is seen by all ranks.
         overlap: measure large gradients during backward, by hooks (see `fastclip.overlap`). What
             hooks cannot vouch for is measured by the step as ever; `overlap`, None without, says
             how much that was. Pass a scaler to `clip_` or `step` rather than call ``unscale_``.
@@ -71,8 +87,12 @@ class GradClipper:
             ``.data``, numpy, DLPack or a kernel of one's own) and touch a few elements only.
 
     Raises:
-        TypeError: both `max_norm` and `rule` are given, or something is of a wrong type.
-        ValueError: `max_norm` is negative or NaN, or `norm_type` or `nonfinite` is unknown.
+        TypeError: both `max_norm` and `rule` are given, or something is of a wrong type; or the
+            rule is AGC, with a `process_group`.
+        ValueError: `max_norm` is negative or NaN, or `norm_type` or `nonfinite` is unknown. With a
+            `process_group`: parameters have no names, or the ranks' options differ, or no rank
+            counts a parameter.
+        RuntimeError: another rank of the `process_group` raised, or died.
     """
 
     def __init__(
@@ -83,19 +103,20 @@ class GradClipper:
         rule: Rule | None = None,
         norm_type: float | str = 2.0,
         nonfinite: Policy = "skip",
+        process_group: "ProcessGroup | Sequence[ProcessGroup] | None" = None,
+        counts: Callable[[str, Tensor], bool] | None = None,
         overlap: bool = False,
     ) -> None:
-        self._listing = Listing(parameters)
-        if nonfinite not in POLICIES:
-            known = ", ".join(map(repr, POLICIES))
-            raise ValueError(f"nonfinite must be one of {known}, got {nonfinite!r:.80}")
-        chosen = _rule(max_norm, rule)
-        self._settings = Settings(chosen, order(norm_type), nonfinite)
+        with _told(process_group):
+            self._listing = Listing(parameters)
+            self._settings = settings_of(max_norm, rule, norm_type, nonfinite)
+        self._groups = self._met(process_group, counts)
+        chosen = self._settings.rule
+        if chosen.per_tensor and chosen.init(0, torch.device("cpu")):
+            _require_distinct(self._names())
         self._counters = Counters()
         self._remembered = Remembered(chosen)
         self._warned = False  # of an optimizer with other parameters
-        if chosen.per_tensor and chosen.init(0, torch.device("cpu")):
-            _require_distinct(self._listing.labels())
         self.overlap = Overlap(self._settings.p) if overlap else None
         if self.overlap is not None:
             self.overlap.watch(self._listing.read()[0])
@@ -119,12 +140,14 @@ class GradClipper:
         Raises:
             TypeError: a `scaler` without `optimizer`, or a gradient is of an unsupported type.
             RuntimeError: ``nonfinite="error"`` found a NaN or an infinity; the scaler's calls come
-                in a wrong order; or a gradient's elements share memory.
+                in a wrong order; a gradient's elements share memory; or another rank could not
+                measure its gradients, or died.
             ValueError: an enabled scaler with ``nonfinite="zero"``; a gradient of none of the
                 optimizers given with a scaler; or a schedule gave a negative or NaN threshold.
         """
-        loss_scale = scale_of(optimizer, scaler, self._settings.policy)
-        stats, _ = self._advance(loss_scale, ())
+        with self._attended():
+            loss_scale = scale_of(optimizer, scaler, self._settings.policy)
+            stats, _ = self._advance(loss_scale, ())
         for each in loss_scale.optimizers:  # of the scaler's steps to come
             folding.ready_to_skip(each)
         return stats
@@ -144,11 +167,12 @@ class GradClipper:
         Errors as in `clip_`; and a `TypeError` for an optimizer whose step needs a closure, as that
         of LBFGS: call `clip_` inside the closure.
         """
-        optimizers = optimizers_of(optimizer)
-        for each in optimizers:
-            stepping.refuse_closure(each)
-        loss_scale = scale_of(optimizers, scaler, self._settings.policy)
-        stats, grad_scale = self._advance(loss_scale, optimizers)
+        with self._attended():
+            optimizers = optimizers_of(optimizer)
+            for each in optimizers:
+                stepping.refuse_closure(each)
+            loss_scale = scale_of(optimizers, scaler, self._settings.policy)
+            stats, grad_scale = self._advance(loss_scale, optimizers)
         skips = loss_scale.enabled or self._settings.policy == "skip"
         stepping.take(optimizers, loss_scale, stats.found_inf if skips else None, grad_scale)
         if self.overlap is not None:
@@ -165,8 +189,9 @@ class GradClipper:
         Never raises for elements that are not finite. Under ``nonfinite="zero"``, where there may
         be such elements, this works on a copy of the gradients.
         """
-        step = self._step(WithoutScaler(), copy(self._remembered))
-        return step.decide(dry=True).stats()
+        with self._attended():
+            step = self._step(WithoutScaler(), copy(self._remembered))
+            return step.decide(dry=True).stats()
 
     def accumulating(self) -> AbstractContextManager[None]:
         """For ``with``, around the backward of each micro-batch of an accumulation but the last:
@@ -215,7 +240,7 @@ class GradClipper:
         names = state_dict["state"]
         counters, remembered = Counters(), copy(self._remembered)
         counters.load(state_dict["counters"])
-        extra = remembered.load(names, self._listing.labels())
+        extra = remembered.load(names, self._names())
         self._counters, self._remembered = counters, remembered
         if extra:
             more = f" and {len(extra) - SHOWN} more" if len(extra) > SHOWN else ""
@@ -230,10 +255,27 @@ class GradClipper:
     def __repr__(self) -> str:
         rule, p, policy = self._settings
         overlap = "" if self.overlap is None else f", overlap={self.overlap!r}"
+        groups = "" if self._groups is None else f", process_group=<{self._groups!r}>"
         return (
             f"GradClipper({len(self._listing.read()[0])} parameters, rule={rule!r}, norm_type={p}, "
-            f"nonfinite={policy!r}{overlap})"
+            f"nonfinite={policy!r}{groups}{overlap})"
         )
+
+    def _met(self, process_group: Any, counts: Any) -> "Groups | None":
+        if process_group is not None:
+            from fastclip.distributed.groups import Groups
+
+            return Groups(process_group, counts, *self._listing.read(), self._settings)
+        if counts is not None:
+            raise TypeError("counts is for the parameters of a process_group, and there is none")
+        return None
+
+    def _attended(self) -> AbstractContextManager[None]:
+        return nullcontext() if self._groups is None else self._groups.attended()
+
+    def _names(self) -> Sequence[str]:
+        """Of all parameters whose gradients have a row: under process groups, those of all ranks"""
+        return self._listing.labels() if self._groups is None else self._groups.names
 
     def _step(self, loss_scale: WithoutScaler, remembered: Remembered) -> Step:
         parameters, names = self._listing.read()
@@ -241,7 +283,8 @@ class GradClipper:
             self.overlap.watch(parameters)
             if loss_scale.enabled and loss_scale.inv_scale is None:
                 self.overlap.forget()  # the user has unscaled them, which leaves no mark
-        listed = Listed([parameter.grad for parameter in parameters], names)
+        alone = self._groups is not None
+        listed = Listed([parameter.grad for parameter in parameters], names, parameters, alone)
         loss_scale.add_others(parameters, listed)
         return Step(
             self._settings,
@@ -251,6 +294,7 @@ class GradClipper:
             loss_scale,
             self._measure,
             remembered.rows,
+            self._groups,
         )
 
     def _measure(
@@ -260,7 +304,7 @@ class GradClipper:
         p = self._settings.p
         if not listed.grads:
             return Gradients.of_rows(()), tables.empty(p, 0, torch.device("cpu"))
-        active = passes.active()
+        active = passes.active(listed)
         if self.overlap is not None and active is passes:
             return self.overlap.measure(listed, inv_scale)
         measure = active.measure_units if by_unit else active.measure
@@ -278,7 +322,7 @@ class GradClipper:
         if not folds and not self._warned:
             self._warn_of_strangers(optimizers, step.parameters)
         grad_scale = None
-        if not folds and step.at_once and self.overlap is None:
+        if not folds and step.at_once and self.overlap is None and self._groups is None:
             decided = step.clip_at_once_()
         else:
             decided = step.decide()
@@ -324,26 +368,21 @@ class GradClipper:
             and not self._settings.rule.per_tensor
             and all(map(folding.honours, optimizers))
             and folding.covers(optimizers, step.parameters)
-            and folding.aligned(step.parameters, step.listed)
+            and folding.aligned(step.held, step.listed)
         )
 
 
-def _rule(max_norm: Any, rule: Any) -> Rule:
-    if hasattr(max_norm, "decide"):
-        kind = max_norm.__name__ if isinstance(max_norm, type) else type(max_norm).__name__
-        raise TypeError(f"max_norm must be a threshold, got the rule {kind}: pass it as rule=")
-    if rule is None:
-        return MaxNorm(1.0 if max_norm is None else max_norm)
-    if max_norm is not None:
-        raise TypeError("max_norm and rule are two ways to say when to clip: pass one of them")
-    if isinstance(rule, type):
-        raise TypeError(f"rule must be a rule, got the class {rule.__name__}: call it")
-    if not all(hasattr(rule, name) for name in ("per_tensor", "init", "decide")):
-        raise TypeError(
-            "rule must have per_tensor, init and decide, as those of fastclip.rules have; got "
-            f"{type(rule).__name__}"
-        )
-    return rule
+@contextmanager
+def _told(process_group: Any) -> Iterator[None]:
+    """What goes wrong on this rank alone does not leave the others of a group waiting."""
+    try:
+        yield
+    except Exception as error:
+        if process_group is not None:
+            from fastclip.distributed.meeting import decline
+
+            decline(process_group, error)
+        raise
 
 
 def _require_distinct(labels: Sequence[str]) -> None:

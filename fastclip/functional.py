@@ -3,6 +3,12 @@
 `parameters` is a Tensor, an iterable of Tensors or of ``(name, Tensor)`` pairs, or a Module.
 Gradients may be of any floating or complex dtype, mixed dtypes and devices, dense with any strides
 or sparse COO. `foreach` is accepted for compatibility and has no effect.
+
+Gradients may be DTensors (FSDP2, tensor parallel), of several meshes and beside ordinary tensors,
+which then are taken to be the same on every process. Each process measures and rescales what it
+holds; one small collective per mesh combines the statistics. Results are ordinary tensors, of the
+whole gradients and with the same bits on every process. All processes of a mesh have to call, with
+the same parameters; one without gradients takes part too.
 """
 
 import math
@@ -60,13 +66,13 @@ def clip_grad_norm_(
         return torch.zeros((), device="cpu", dtype=torch.float32)
     done = watching.clips(listed.parameters, limit)
     if error_if_nonfinite:
-        found, table = passes.active().measure(listed, p)
-        refuse(table, listed, found.names, p, INSTEAD)
+        found, table = passes.active(listed).measure(listed, p)
+        refuse(table, listed, found, p, INSTEAD)
         total = tables.total_norm(table, p)
-        passes.active().scale_(found, tables.coefficient(total, limit))
+        passes.active(found).scale_(found, tables.coefficient(total, limit))
         total = total.to(tables.result_dtype(found.tensors))
     else:
-        total = passes.active().clip_(listed, p, limit)
+        total = passes.active(listed).clip_(listed, p, limit)
     done()
     return total
 
@@ -86,9 +92,9 @@ def get_total_norm(
     listed = gradients.of_tensors(tensors)
     if not listed.grads:
         return torch.zeros((), device="cpu", dtype=torch.float32)
-    found, table = passes.active().measure(listed, p)
+    found, table = passes.active(listed).measure(listed, p)
     if error_if_nonfinite:
-        refuse(table, listed, found.names, p, INSTEAD)
+        refuse(table, listed, found, p, INSTEAD)
     return tables.total_norm(table, p).to(tables.result_dtype(found.tensors))
 
 
@@ -115,8 +121,8 @@ def clip_grads_with_norm_(
     listed = gradients.of_parameters(parameters)
     if listed.grads:
         done = watching.clips(listed.parameters, limit)
-        total = total_norm.detach().to(listed.grads[0].device, torch.float64).reshape(())
-        passes.active().rescale_(listed, tables.coefficient(total, limit))
+        total = gradients.whole(total_norm).to(listed.grads[0].device, torch.float64).reshape(())
+        passes.active(listed).rescale_(listed, tables.coefficient(total, limit))
         done()
 
 
@@ -126,16 +132,19 @@ def clip_grad_value_(
 ) -> None:
     """Clamp every gradient element in place to ``[-clip_value, clip_value]``; NaN stays NaN.
 
-    Sparse gradients are clamped by their coalesced values.
+    Sparse gradients are clamped by their coalesced values, DTensors without a collective.
 
     Raises:
         ValueError: `clip_value` is negative or NaN.
-        TypeError: a gradient is complex, or its dtype, layout or type is not supported.
+        TypeError: a gradient is complex, a DTensor that has not been reduced, or its dtype, layout
+            or type is not supported.
         RuntimeError: a gradient's elements share memory.
     """
     value = _at_least_0(clip_value, "clip_value must be a number of at least 0")
     listed = gradients.of_parameters(parameters)
-    found = passes.active().sort_out(listed)
+    if listed.spread is not None:
+        listed.spread.refuse_partial(listed.labels(), listed.called)
+    found = passes.active(listed).sort_out(listed)
     for name, tensor in zip(found.names, found.tensors, strict=True):
         if tensor.is_complex():
             raise TypeError(
@@ -163,10 +172,10 @@ def grad_stats(parameters: Parameters, norm_type: float | str = 2.0) -> GradStat
     p = order(norm_type)
     listed = gradients.of_parameters(parameters)
     if not listed.grads:
-        return GradStats.measured((), (), tables.empty(p, 0, torch.device("cpu")), p, torch.float32)
-    found, table = passes.active().measure(listed, p)
-    dtype = tables.result_dtype(found.tensors)
-    return GradStats.measured(found.names, found.numel, table, p, dtype)
+        none = gradients.Gradients.of_rows(())
+        return GradStats.measured(none, tables.empty(p, 0, torch.device("cpu")), p, torch.float32)
+    found, table = passes.active(listed).measure(listed, p)
+    return GradStats.measured(found, table, p, tables.result_dtype(found.tensors))
 
 
 def order(norm_type: float | str) -> float:

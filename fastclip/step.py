@@ -2,16 +2,18 @@
 
 import math
 from collections.abc import Callable, Sequence
-from typing import NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from fastclip import folding, passes, policy
 from fastclip import table as tables
+from fastclip.functional import order
 from fastclip.gradients import Gradients, Listed
 from fastclip.policy import Policy
 from fastclip.rules import (
+    AGC,
     AutoClip,
     Decision,
     LogZ,
@@ -34,6 +36,9 @@ ELSEWHERE = (
 
 _CAPPED = (ZClip, LogZ, AutoClip)  # one threshold, of `max_norm` where it does not bind
 
+if TYPE_CHECKING:
+    from fastclip.distributed.groups import Groups
+
 Measure = Callable[[Listed, Tensor | None, bool], tuple[Gradients, Tensor]]
 Rows = Callable[[tuple[str, ...], torch.device], State]  # the rule's state of these gradients
 
@@ -46,6 +51,14 @@ class Settings(NamedTuple):
     policy: Policy
 
 
+def settings_of(max_norm: Any, rule: Any, norm_type: float | str, nonfinite: Policy) -> Settings:
+    """Those that a clipper is asked for. Raises `TypeError` or `ValueError`."""
+    if nonfinite not in policy.POLICIES:
+        known = ", ".join(map(repr, policy.POLICIES))
+        raise ValueError(f"nonfinite must be one of {known}, got {nonfinite!r:.80}")
+    return Settings(_rule(max_norm, rule), order(norm_type), nonfinite)
+
+
 class Step(NamedTuple):
     """What a step starts from."""
 
@@ -56,6 +69,13 @@ class Step(NamedTuple):
     loss_scale: WithoutScaler
     measure: Measure
     rows: Rows
+    groups: "Groups | None" = None  # with which the gradients make one whole
+
+    @property
+    def held(self) -> Sequence[Tensor]:
+        """What this process has of the parameters."""
+        spread = self.listed.spread
+        return self.parameters if spread is None else spread.held(self.parameters)
 
     @property
     def at_once(self) -> bool:
@@ -77,7 +97,7 @@ class Step(NamedTuple):
         rule, p, _ = self.settings
         assert type(rule) is MaxNorm
         limit = rule.limit(self.number)
-        found, table, total, coef = passes.active().clip_measured_(
+        found, table, total, coef = passes.active(self.listed).clip_measured_(
             self.listed, p, limit, self.loss_scale.inv_scale, self._leaves
         )
         decision = Decision(coef, tables.limit(limit, coef.device), {})
@@ -94,15 +114,12 @@ class Step(NamedTuple):
         limit: float | Tensor | None = None
         if type(rule) is MaxNorm:  # asked first: a schedule may give what is no threshold
             limit = rule.limit(self.number)
-        # by unit they are of the gradients as they were before any was zeroed
-        by_unit = chosen != "zero" and getattr(rule, "by_unit", False)
-        found, table = self.measure(self.listed, self.loss_scale.inv_scale, by_unit)
+        found, table, elsewhere = self._read()
         bad = tables.found_nonfinite(table)
-        elsewhere = self.loss_scale.found_elsewhere(bad.device)
         if elsewhere is not None:
             bad = bad | elsewhere
         if chosen == "error" and not dry:
-            policy.refuse(table, self.listed, found.names, p, INSTEAD)
+            policy.refuse(table, self.listed, found, p, INSTEAD)
             if elsewhere is not None and elsewhere.item():
                 raise RuntimeError(f"{ELSEWHERE}. No gradient has been changed; {INSTEAD}")
         if chosen == "zero":
@@ -119,12 +136,31 @@ class Step(NamedTuple):
             else:  # what MaxNorm decides, without what other rules want to know
                 threshold = tables.limit(limit, total.device)
                 decision = Decision(tables.coefficient(total, limit), threshold, state)
+            if found.contributions is not None:
+                decision = decision.where_present(found.contributions.present, state)
             if self._leaves:
                 decision = decision.unless(bad, state)
         else:
             total, decision = torch.zeros_like(total), _nothing(rule, limit, table)
-        dtype = tables.result_dtype(found.tensors)
+        own = tables.result_dtype(found.tensors)
+        dtype = own if found.united is None else found.united.dtype
         return Decided(self.settings, self.loss_scale, found, table, dtype, total, decision, bad)
+
+    def _read(self) -> tuple[Gradients, Tensor, Tensor | None]:
+        """The gradients and their table; and whether an element elsewhere is not finite."""
+        rule, _, chosen = self.settings
+        # by unit they are of the gradients as they were before any was zeroed
+        by_unit = chosen != "zero" and getattr(rule, "by_unit", False)
+        if self.groups is not None:
+            elsewhere = self.loss_scale.found_elsewhere(self.groups.device)
+            found, table = self.measure(self.listed, self.loss_scale.inv_scale, by_unit)
+            return self.groups.unite(found, table, elsewhere)
+        found, table = self.measure(self.listed, self.loss_scale.inv_scale, by_unit)
+        elsewhere = self.loss_scale.found_elsewhere(table.device)
+        if found.spread is not None and not self.loss_scale.alone:
+            never = torch.zeros((), dtype=torch.bool, device=table.device)
+            elsewhere = found.spread.agree(never if elsewhere is None else elsewhere)
+        return found, table, elsewhere
 
     def _zeroed(
         self, rule: Rule, found: Gradients, table: Tensor, bad: Tensor, dry: bool
@@ -151,12 +187,14 @@ class Step(NamedTuple):
     def _ask(
         self, rule: Rule, found: Gradients, table: Tensor, total: Tensor, state: State
     ) -> Decision:
+        if found.spread is not None and isinstance(rule, AGC):
+            self._refuse_units(found)
         measured = Measured(
             total,
             tables.norms(table, self.settings.p),
             self.number,
-            _of_rows(self.parameters, self.listed, found),
-            found.tensors,
+            () if found.united else _of_rows(self.held, self.listed, found),
+            () if found.united else found.tensors,
             self.loss_scale.inv_scale,
             found.unit_norms,
         )
@@ -166,7 +204,23 @@ class Step(NamedTuple):
             name = found.names[error.row]
             raise TypeError(f"{self.listed.called(name)} {error.reason}") from None
         require_decision(rule, decision, measured, state)
+        if found.united is not None and decision.units is not None:
+            raise ValueError(
+                f"{type(rule).__name__} gave units, of which it has seen none: with a "
+                "process_group, rules get norms and no tensors"
+            )
         return decision
+
+    def _refuse_units(self, found: Gradients) -> None:
+        spread = found.spread
+        assert spread is not None
+        for name, place in zip(found.names, spread.places(), strict=True):
+            if spread.layouts[place] is not None:
+                raise TypeError(
+                    f"{self.listed.called(name)} is a DTensor over several processes, which may "
+                    "hold parts of a unit each: AGC does not clip these. Take a rule that clips "
+                    "whole tensors (AdaGC) or the global norm"
+                )
 
 
 class Decided(NamedTuple):
@@ -193,16 +247,16 @@ class Decided(NamedTuple):
         factor = coef if inv_scale is None else coef * inv_scale.to(coef.device)
         rest, grad_scale = folding.split(factor)
         if tables.peek(rest) != 1:
-            passes.active().rescale_(listed, rest)
+            passes.active(listed).rescale_(listed, rest)
         return grad_scale
 
     def write_(self) -> None:
         """Rescale in place."""
         if self.decision.units is not None:
             factors = list(map(self._factor, self.decision.units))
-            passes.active().scale_units_(self.found.tensors, factors)
+            passes.active(self.found).scale_units_(self.found.tensors, factors)
         else:
-            passes.active().scale_(self.found, self._factor(self.decision.coef))
+            passes.active(self.found).scale_(self.found, self._factor(self.decision.coef))
         left = self.bad if self.settings.policy != "propagate" else torch.zeros_like(self.bad)
         self.loss_scale.unscale_others_(left)
 
@@ -234,6 +288,24 @@ class Decided(NamedTuple):
         )
 
 
+def _rule(max_norm: Any, rule: Any) -> Rule:
+    if hasattr(max_norm, "decide"):
+        kind = max_norm.__name__ if isinstance(max_norm, type) else type(max_norm).__name__
+        raise TypeError(f"max_norm must be a threshold, got the rule {kind}: pass it as rule=")
+    if rule is None:
+        return MaxNorm(1.0 if max_norm is None else max_norm)
+    if max_norm is not None:
+        raise TypeError("max_norm and rule are two ways to say when to clip: pass one of them")
+    if isinstance(rule, type):
+        raise TypeError(f"rule must be a rule, got the class {rule.__name__}: call it")
+    if not all(hasattr(rule, name) for name in ("per_tensor", "init", "decide")):
+        raise TypeError(
+            "rule must have per_tensor, init and decide, as those of fastclip.rules have; got "
+            f"{type(rule).__name__}"
+        )
+    return rule
+
+
 def _nothing(rule: Rule, limit: float | Tensor | None, table: Tensor) -> Decision:
     """About no gradients, which a rule is not asked about; `limit` is that of `MaxNorm`."""
     one = torch.ones((0,) if rule.per_tensor else (), dtype=torch.float64, device=table.device)
@@ -245,7 +317,8 @@ def _of_rows(parameters: Sequence[Tensor], listed: Listed, found: Gradients) -> 
     """The parameters of the rows."""
     if len(found.names) == len(parameters):
         return parameters
-    own = [parameter for parameter in parameters if parameter.grad is not None]
+    pairs = zip(parameters, listed.tensors, strict=True)
+    own = [parameter for parameter, gradient in pairs if gradient is not None]
     if len(found.names) < len(own):  # some share a gradient, of which there is one row
         of_label = dict(zip(reversed(listed.labels()), reversed(own), strict=True))
         own = [of_label[name] for name in found.names]

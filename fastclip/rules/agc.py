@@ -31,7 +31,8 @@ class AGC:
     `Decision.units` has the coefficients; `coef` and `threshold` are the smallest of each tensor.
 
     Raises `UnsuitableGradient`, a `TypeError`, for sparse and complex gradients and for those that
-    do not have an element of their own for each of the parameter's.
+    do not have an element of their own for each of the parameter's. A clipper raises `TypeError`
+    for DTensors over several processes, of which a unit may lie on more than one.
     """
 
     clip_factor: float = 0.01

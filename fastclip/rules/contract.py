@@ -17,7 +17,8 @@ State = dict[str, Tensor]
 class Measured(NamedTuple):
     """What a rule sees of one step: n gradients, on the device of the first one.
 
-    Norms are those of the whole gradients before clipping, without the loss scale.
+    Norms are those of the whole gradients before clipping, without the loss scale; `parameters` and
+    `gradients` are what this process holds of DTensors, and empty under process groups.
     """
 
     total: Tensor  # 0-d float64, the norm of all gradients as one vector
@@ -56,6 +57,18 @@ class Decision(NamedTuple):
             {name: torch.where(found, state[name], new) for name, new in self.state.items()},
             units,
         )
+
+    def where_present(self, present: Tensor, state: State) -> "Decision":
+        """This decision for the tensors that have a gradient, `present`, ``[n]`` bool; for others,
+        and for all if the rule is not one per tensor and none has, coefficients of 1 and the old
+        `state`."""
+        if self.coef.dim() == 0:
+            return self.unless(~present.any(), state)
+        new = {
+            name: torch.where(present.view(-1, *[1] * (part.dim() - 1)), part, state[name])
+            for name, part in self.state.items()
+        }
+        return self._replace(coef=self.coef.masked_fill(~present, 1.0), state=new)
 
     def nonfinite(self) -> Tensor:
         """Whether a coefficient is NaN or infinite, 0-d bool, on the device of `coef`."""

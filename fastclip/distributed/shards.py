@@ -1,0 +1,300 @@
+"""What this process holds of DTensors, and how its table becomes that of the whole tensors.
+
+The local parts are measured and rescaled as any other tensors; only tables travel, in one
+collective for every set of processes that a mesh is made of.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+
+from fastclip import table as tables
+from fastclip.distributed import combine
+from fastclip.distributed.combine import COUNTED, OWNER, PRESENT, Contributions, Gathered
+from fastclip.distributed.layouts import (
+    Layout,
+    Layouts,
+    PartialOf,
+    World,
+    default_group,
+    local_of,
+    not_linear,
+    numel_of,
+    reduced_part,
+    world,
+)
+
+PLANS = 64  # lists whose collectives are kept
+
+
+class Gathering(NamedTuple):
+    """One collective: the processes, and the places of a list whose rows it combines."""
+
+    ranks: tuple[int, ...]
+    group: dist.ProcessGroup | None  # None: the default one, which no cache may keep alive
+    members: list[int]
+    flags: list[int]  # of members that are present
+
+
+@dataclass(frozen=True)
+class Spread:
+    """How the gradients of a list are spread over processes: of each gradient, in its place.
+
+    `rows` are the places of the rows of a table, None if those are all in order.
+    """
+
+    layouts: list[Layout | None]  # None: no DTensor
+    numel: list[int]  # of the whole tensor
+    present: list[bool]  # whether this process has it
+    partial: dict[int, PartialOf]  # by place
+    checksum: int
+    alone: bool  # whether what is no DTensor is this process's own; else every process has it
+    rows: tuple[int, ...] | None = None
+
+    def of_rows(self, places: Sequence[int]) -> "Spread":
+        """The same for a table that has rows for these places only."""
+        return replace(self, rows=None if len(places) == len(self.numel) else tuple(places))
+
+    def places(self) -> Sequence[int]:
+        """Of the rows."""
+        return range(len(self.numel)) if self.rows is None else self.rows
+
+    @torch.no_grad()
+    def reduced(self, tensors: Sequence[Tensor]) -> dict[int, Tensor]:
+        """By place, what to measure instead of the partial ones of `tensors`, which are those of
+        the rows: a reduced copy, of which every process has a part. One collective for each."""
+        if not self.partial:
+            return {}
+        of_place = zip(self.places(), tensors, strict=True)
+        return {
+            place: reduced_part(tensor, self.partial[place])
+            for place, tensor in of_place
+            if place in self.partial
+        }
+
+    def held(self, parameters: Sequence[Tensor]) -> list[Tensor]:
+        """The parts of parameters that this process has."""
+        return [
+            local_of(each).detach() if isinstance(each, DTensor) else each for each in parameters
+        ]
+
+    def refuse_partial(self, labels: Sequence[str], called: Callable[[str], str]) -> None:
+        """Raise `TypeError` if a gradient is partial, for what is done element by element."""
+        for place, partial in self.partial.items():
+            raise TypeError(
+                f"{called(labels[place])} is a DTensor with placements "
+                f"{partial.layout.placements}: its elements are known only when it is reduced, so "
+                "that they cannot be clamped"
+            )
+
+    def agree(self, flag: Tensor) -> Tensor:
+        """Whether `flag`, 0-d bool, holds on any of the processes."""
+        for gathering in self._plan():
+            flag = combine.any_of(flag, gathering.group or default_group())
+        return flag
+
+    def take_part(self, device: torch.device, p: float) -> None:
+        """Exchange tables although this process could not measure, and let the others know."""
+        blank = tables.empty(p, len(self.numel), device)
+        failed = [dist.get_rank()]
+        for gathering in self._plan():
+            self._exchange(gathering, blank, failed)
+
+    @torch.no_grad()
+    def combine(self, table: Tensor, p: float) -> tuple[Tensor, Contributions]:
+        """The table of the whole tensors, from those of the parts that the processes hold.
+
+        Raises `RuntimeError` on every process that hears of one that could not measure, or whose
+        gradients are others.
+        """
+        combine.raise_overdue()
+        places = table
+        if self.rows is not None:
+            places = tables.empty(p, len(self.numel), table.device)
+            places[_index(self.rows, table.device)] = table
+        plan = self._plan()
+        failed: list[int] = []
+        every = [self._exchange(gathering, places, failed) for gathering in plan]
+        for gathered in every:
+            gathered.settle("all processes of a mesh need the same parameters in the same order")
+        parts = [combine.combine(each.tables, each.counted, p) for each in every]
+        if len(plan) == 1 and len(plan[0].members) == len(self.numel):
+            held, whole = every[0].contributions(), parts[0]
+        else:
+            held, whole = self._contributions(every, places, p), places.clone()
+            for gathering, part in zip(plan, parts, strict=True):
+                whole[_index(gathering.members, table.device)] = part
+        if self.rows is not None:
+            rows = _index(self.rows, table.device)
+            whole = whole[rows]
+            held = Contributions(held.ranks, held.tables[:, rows], held.present[rows])
+        return whole, held
+
+    def _exchange(self, gathering: Gathering, places: Tensor, failed: list[int]) -> Gathered:
+        """One collective. What it tells of processes that could not measure, on the CPU, is added
+        to `failed`, and passed on by the next."""
+        members, own = gathering.members, places
+        if len(members) < len(places):
+            own = places[_index(members, places.device)]
+        flags = gathering.flags
+        if not all(self.present):
+            pairs = zip(members, flags, strict=True)
+            flags = [every if self.present[place] else 0 for place, every in pairs]
+        packed = combine.pack(own, flags, self.checksum, failed[0] if failed else None)
+        gathered = combine.gather(packed, gathering.group or default_group())
+        failed.extend(gathered.known_failed())
+        return gathered
+
+    def _contributions(self, every: list[Gathered], places: Tensor, p: float) -> Contributions:
+        """What the processes of all collectives held; of each in those that it has no part in, rows
+        without elements."""
+        me, n, device = dist.get_rank(), len(self.numel), places.device
+        ranks = tuple(sorted({me, *(rank for gathered in every for rank in gathered.ranks)}))
+        held = tables.empty(p, len(ranks) * n, device).view(len(ranks), n, tables.COLUMNS)
+        held[ranks.index(me)] = places
+        present = _sent(torch.tensor(self.present, device="cpu"), device)
+        for gathering, gathered in zip(self._plan(), every, strict=True):
+            members = _index(gathering.members, device)
+            present[members] = gathered.present
+            for rank, table in zip(gathered.ranks, gathered.tables, strict=True):
+                held[ranks.index(rank), members] = table
+        return Contributions(ranks, held, present)
+
+    def _plan(self) -> list[Gathering]:
+        """The collectives, in the order in which their processes first come in the list."""
+        kept = world()
+        key = (self.alone, *map(id, self.layouts))  # of layouts that the same object keeps
+        plan = kept.plans.get(key)
+        if plan is None:
+            if len(kept.plans) >= PLANS:
+                kept.plans.clear()
+            plan = kept.plans[key] = _planned(self.layouts, self.alone, kept)
+        return plan
+
+
+def spread_of(
+    tensors: Sequence[Tensor | None],
+    parameters: Sequence[Tensor],
+    names: Sequence[str],
+    called: Callable[[str], str],
+    alone: bool,
+) -> tuple[list[Tensor | None], Spread] | None:
+    """What this process holds of `tensors`, in the same places, and how they are spread; None if
+    none of them is a DTensor over more than one process.
+
+    Where `parameters` are known, each that requires a gradient has a place with a tensor, an empty
+    one without a gradient: what the processes exchange must not depend on who has which. One that
+    comes again has none.
+
+    Raises `TypeError` for a partial gradient that a coefficient does not pass through.
+    """
+    sources: Sequence[Tensor | None] = parameters or tensors
+    if not any(isinstance(each, DTensor) and each.device_mesh.size() > 1 for each in sources):
+        return None
+    layouts = Layouts()
+    places: list[Tensor | None] = []
+    shared = names
+    if alone:
+        pairs = zip(names, sources, strict=True)
+        shared = [name for name, source in pairs if isinstance(source, DTensor)]
+    spread = Spread([], [], [], {}, combine.checksum_of(shared), alone)
+    every = zip(names, tensors, _sources(tensors, parameters), strict=True)
+    for name, tensor, source in every:
+        if source is None:
+            places.append(None)
+            continue
+        layout, local = None, source
+        if not isinstance(source, DTensor):
+            numel = source.numel()
+        else:
+            layout, local = layouts.of(source), local_of(source)
+            numel = numel_of(source)
+            if layout is None:
+                raise TypeError(not_linear(called(name), source))
+            if tensor is not None and layout.reduced is not None:
+                partial = PartialOf(layout, local.shape, source.shape, source.stride())
+                spread.partial[len(spread.numel)] = partial
+        spread.layouts.append(layout)
+        spread.numel.append(numel)
+        spread.present.append(tensor is not None)
+        places.append(local.detach().new_empty(0) if tensor is None else local)
+    return places, spread
+
+
+def _sources(
+    tensors: Sequence[Tensor | None], parameters: Sequence[Tensor]
+) -> Sequence[Tensor | None]:
+    """For each place what tells of its gradient: the gradient, else its parameter."""
+    if not parameters:
+        return tensors
+    sources: list[Tensor | None] = []
+    seen = set[int]()
+    for tensor, parameter in zip(tensors, parameters, strict=True):
+        source = parameter if tensor is None and parameter.requires_grad else tensor
+        sources.append(None if id(parameter) in seen else source)
+        seen.add(id(parameter))
+    return sources
+
+
+def _planned(layouts: Sequence[Layout | None], alone: bool, kept: World) -> list[Gathering]:
+    """A collective for each set of processes that is part of no other, in the order of the list.
+
+    What lies on smaller meshes rides along, as replicas of what the other processes have on theirs
+    (of a mesh for FSDP and tensor parallelism, some tensors are on the part for FSDP alone): the
+    first of these meshes counts. So do tensors that are no DTensors, each process a mesh to itself.
+    With `alone`, there is a collective for each mesh, and what is no DTensor is the process's own.
+    """
+    firsts: dict[tuple[int, ...], Layout] = {}
+    for layout in layouts:
+        if layout is not None and layout.ranks:
+            firsts.setdefault(layout.ranks, layout)
+    plan = {
+        ranks: Gathering(ranks, _group(layout, kept), [], [])
+        for ranks, layout in firsts.items()
+        if len(ranks) > 1 and (alone or not any(set(ranks) < set(other) for other in firsts))
+    }
+    if not plan:  # a process outside all the meshes
+        return []
+    largest = max(plan.values(), key=lambda gathering: len(gathering.ranks))
+    for place, layout in enumerate(layouts):
+        ranks = (dist.get_rank(),) if layout is None else layout.ranks
+        hosts = [gathering for gathering in plan.values() if set(ranks) <= set(gathering.ranks)]
+        if alone:
+            hosts = [gathering for gathering in hosts if layout and ranks == gathering.ranks]
+        if not hosts:
+            continue
+        host = largest if layout is None else plan.get(ranks, hosts[0])
+        host.members.append(place)
+        counted = layout is None or layout.counted
+        host.flags.append(PRESENT + COUNTED * counted + OWNER * (1 + min(ranks, default=-1)))
+    return list(plan.values())
+
+
+def _group(layout: Layout, kept: World) -> dist.ProcessGroup | None:
+    """The process group of all processes of a mesh."""
+    ranks = layout.ranks
+    if len(ranks) == dist.get_world_size():
+        if layout.mesh.ndim > 1 or layout.mesh.get_group() is default_group():
+            return None
+    if layout.mesh.ndim == 1:
+        return layout.mesh.get_group()
+    if ranks not in kept.groups:
+        # Made by its members alone: the others may have no such mesh.
+        group = dist.new_group(list(ranks), use_local_synchronization=True)
+        kept.groups[ranks] = group
+    return kept.groups[ranks]
+
+
+def _index(places: Sequence[int], device: torch.device) -> Tensor:
+    return _sent(torch.tensor(places, dtype=torch.int64, device="cpu"), device)
+
+
+def _sent(tensor: Tensor, device: torch.device) -> Tensor:
+    if device.type == "cuda":
+        tensor = tensor.pin_memory()  # else the copy waits for the device
+    return tensor.to(device, non_blocking=True)

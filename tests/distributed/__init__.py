@@ -1,0 +1,1 @@
+"""Tests in several processes, over gloo on the CPU."""

@@ -1,0 +1,176 @@
+"""How DTensors are laid out, and which processes exchange what, seen by one process of four."""
+
+import re
+from collections.abc import Callable, Iterator
+from unittest.mock import Mock
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard
+from torch.testing._internal.distributed.fake_pg import FakeStore
+
+import fastclip
+from fastclip.distributed.combine import COUNTED, OWNER, PRESENT
+from fastclip.distributed.layouts import Layouts
+from fastclip.distributed.shards import Gathering
+from fastclip.gradients import Listed
+
+ME = 2
+BOTH = PRESENT + COUNTED
+
+
+@pytest.fixture(autouse=True)
+def rank_2_of_4() -> Iterator[None]:
+    dist.init_process_group("fake", store=FakeStore(), rank=ME, world_size=4)
+    yield
+    dist.destroy_process_group()
+
+
+def line() -> DeviceMesh:
+    return init_device_mesh("cpu", (4,))
+
+
+def square() -> DeviceMesh:
+    """Rows of ranks 0, 1 and 2, 3."""
+    return init_device_mesh("cpu", (2, 2), mesh_dim_names=("row", "column"))
+
+
+def on(mesh: DeviceMesh, *placements: Placement, shape: tuple[int, ...] = (2, 3)) -> DTensor:
+    return DTensor.from_local(torch.ones(shape), mesh, placements, run_check=False)
+
+
+def plan_of(*gradients: Tensor | None, alone: bool = False) -> list[Gathering]:
+    spread = Listed(list(gradients), None, (), alone).spread
+    assert spread is not None
+    return spread._plan()
+
+
+def seen(plan: list[Gathering]) -> list[tuple[tuple[int, ...], list[int], list[int]]]:
+    return [(gathering.ranks, gathering.members, gathering.flags) for gathering in plan]
+
+
+@pytest.mark.parametrize(
+    ("placements", "counted"),
+    [
+        ((Shard(0), Shard(1)), True),
+        ((Replicate(), Shard(0)), False),  # rank 2 is in row 1, column 0
+        ((Shard(0), Replicate()), True),
+        ((Replicate(), Replicate()), False),
+        ((Partial(), Replicate()), True),  # its sum is measured in shards
+        ((Replicate(), Partial("avg")), False),
+    ],
+    ids=str,
+)
+def test_who_counts(placements: tuple[Placement, ...], counted: bool) -> None:
+    layout = Layouts().of(on(square(), *placements))
+    assert layout is not None
+    assert (layout.ranks, layout.counted) == ((0, 1, 2, 3), counted)
+
+
+@pytest.mark.parametrize(
+    ("placements", "shape", "reduced"),
+    [
+        ((Partial(), Replicate()), (2, 3), (Shard(0), Replicate())),
+        ((Partial(), Shard(0)), (2, 3), (Shard(1), Shard(0))),
+        ((Partial(), Shard(0)), (2,), (Replicate(), Shard(0))),
+        ((Partial(), Partial()), (2, 3), (Shard(0), Shard(1))),
+        ((Partial(), Partial()), (), (Replicate(), Replicate())),
+    ],
+    ids=str,
+)
+def test_how_partial_gradients_are_measured(
+    placements: tuple[Placement, ...], shape: tuple[int, ...], reduced: tuple[Placement, ...]
+) -> None:
+    layout = Layouts().of(on(square(), *placements, shape=shape))
+    assert layout is not None
+    assert layout.reduced == reduced
+    assert layout.divisor == 1
+
+
+def test_averages_are_sums_that_are_divided() -> None:
+    layout = Layouts().of(on(square(), Partial("avg"), Partial("avg")))
+    assert layout is not None
+    assert layout.divisor == 4
+
+
+def test_two_meshes_of_the_same_processes_share_a_collective() -> None:
+    plan = plan_of(on(line(), Shard(0)), on(square(), Replicate(), Shard(0)), torch.ones(2))
+    whole = OWNER  # times one over rank 0, the lowest
+    own = OWNER * (1 + ME)
+    flags = [BOTH + whole, PRESENT + whole, BOTH + own]
+    assert seen(plan) == [((0, 1, 2, 3), [0, 1, 2], flags)]
+
+
+def test_part_of_a_mesh_rides_along() -> None:
+    mesh = square()
+    plan = plan_of(on(mesh["row"], Shard(0)), on(mesh["column"], Replicate()), on(line(), Shard(0)))
+    row, column = OWNER * 1, OWNER * (1 + 2)  # the ranks 0, 2 and 2, 3
+    assert seen(plan) == [
+        ((0, 1, 2, 3), [0, 1, 2], [BOTH + row, BOTH + column, BOTH + OWNER]),
+    ]
+
+
+def test_alone_each_mesh_is_by_itself() -> None:
+    mesh = square()
+    plan = plan_of(on(mesh["row"], Shard(0)), torch.ones(2), on(line(), Shard(0)), alone=True)
+    assert [(ranks, members) for ranks, members, _ in seen(plan)] == [
+        ((0, 2), [0]),
+        ((0, 1, 2, 3), [2]),
+    ]
+
+
+def test_a_mesh_that_this_process_is_not_in() -> None:
+    there = on(DeviceMesh("cpu", [0, 1]), Shard(0), shape=(0, 3))
+    assert plan_of(there) == []
+    assert seen(plan_of(there, on(line(), Shard(0)))) == [
+        ((0, 1, 2, 3), [0, 1], [PRESENT, BOTH + OWNER])
+    ]
+
+
+def test_parameters_without_gradients_have_a_place() -> None:
+    parameters = [nn.Parameter(on(line(), Shard(0))) for _ in range(2)]
+    frozen = nn.Parameter(on(line(), Shard(0)), requires_grad=False)
+    tied = parameters[0]
+    listed = Listed([None] * 4, ["a", "b", "frozen", "tied"], [*parameters, frozen, tied])
+    assert listed.spread is not None
+    assert listed.labels() == ("a", "b")
+    assert [tuple(tensor.shape) for tensor in listed.grads] == [(0,), (0,)]
+    assert (listed.spread.numel, listed.spread.present) == ([24, 24], [False, False])
+
+
+def test_meshes_of_one_process_are_ordinary() -> None:
+    own = DTensor.from_local(torch.ones(2), DeviceMesh("cpu", [ME]), [Partial("max")])
+    assert Listed([own], None).spread is None
+    assert fastclip.get_total_norm([own]) == torch.ones(2).norm()
+
+
+@pytest.mark.parametrize("kind", ["max", "product"])
+@pytest.mark.parametrize("call", [fastclip.get_total_norm, fastclip.grad_stats], ids=["norm", "st"])
+def test_partial_that_is_not_linear(call: Callable[[object], object], kind: str) -> None:
+    parameter = nn.Parameter(on(line(), Replicate()))
+    parameter.grad = on(line(), Partial(kind))
+    tensors = [("w", parameter.grad if call is fastclip.get_total_norm else parameter)]
+    with pytest.raises(TypeError, match=rf"^gradient 'w' is a DTensor .*{kind}"):
+        call(tensors)
+
+
+def test_partial_elements_are_not_clamped() -> None:
+    parameter = nn.Parameter(on(line(), Replicate()))
+    parameter.grad = on(line(), Partial())
+    with pytest.raises(TypeError, match=r"^the gradient at position 0 is a DTensor .* clamped"):
+        fastclip.clip_grad_value_([parameter], 0.5)
+    assert parameter.grad.to_local().equal(torch.ones(2, 3))
+
+
+def test_agc_does_not_take_dtensors(monkeypatch: pytest.MonkeyPatch) -> None:
+    parameter = nn.Parameter(on(line(), Shard(0)))
+    parameter.grad = on(line(), Shard(0))
+    settled = Mock()  # the fake group brings no headers
+    monkeypatch.setattr("fastclip.distributed.combine.Gathered.settle", settled)
+    clipper = fastclip.GradClipper([("w", parameter)], rule=fastclip.rules.AGC())
+    with pytest.raises(TypeError, match=re.escape("gradient 'w' is a DTensor over several")):
+        clipper.clip_()
+    settled.assert_called_once()
