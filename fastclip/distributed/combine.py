@@ -1,0 +1,156 @@
+"""Tables of several processes into one: pack, gather, combine.
+
+A process packs its table into ``[HEADER + n, 6]``, float64, which one `all_gather` brings to all:
+every process then combines the same numbers in the same order, and has the same bits.
+
+=============  ===================================================================================
+rows 0, 1      of the sixth column alone: FAILED, 0 or one over the global rank of a process that
+               could not measure; CHECKSUM of what the rows are, which has to be the same on all
+rows 2 to n+2  a row of the table, and its flags: PRESENT, there is a gradient; COUNTED, these
+               elements are not counted on another rank
+=============  ===================================================================================
+
+The shape must not depend on data, nor on whether a process has gradients: one that has none sends
+rows without elements, and one that cannot measure sends them with its rank in FAILED. So nobody is
+left waiting.
+"""
+
+import math
+import zlib
+from collections.abc import Iterable, Sequence
+from typing import NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from fastclip import table as tables
+from fastclip.ranks import Contributions as Contributions
+from fastclip.ranks import RankStats as RankStats
+from fastclip.ranks import said as said
+
+HEADER = 2
+FAILED, CHECKSUM = range(HEADER)
+PRESENT, COUNTED = 1, 2  # bits of the flags
+
+
+class Gathered(NamedTuple):
+    """What R processes have packed, in the order of their ranks in the group."""
+
+    ranks: tuple[int, ...]  # global
+    tables: Tensor  # [R, n, 5]
+    flags: Tensor  # [R, n]
+    header: Tensor  # [R, 2]
+
+    @property
+    def counted(self) -> Tensor:
+        """``[R, n]`` bool."""
+        return self.flags >= COUNTED
+
+    @property
+    def present(self) -> Tensor:
+        """Whether any process has a gradient, ``[n]`` bool."""
+        return (self.flags.remainder(COUNTED) == PRESENT).any(0)
+
+    def refuse_failed(self) -> None:
+        """Raise `RuntimeError` if a process could not measure its gradients. Waits for the device
+        unless the numbers are on the CPU."""
+        for failed in self.header[:, FAILED].tolist():
+            if failed:
+                raise RuntimeError(
+                    f"rank {int(failed) - 1} could not measure its gradients, and raises the "
+                    "error itself. No gradient has been changed"
+                )
+
+    def refuse_different(self, what: str) -> None:
+        """Raise `RuntimeError`, naming a rank, if processes packed rows of different meaning; the
+        message starts with `what`. Waits likewise."""
+        checksums = self.header[:, CHECKSUM].tolist()
+        for rank, checksum in zip(self.ranks, checksums, strict=True):
+            if checksum != checksums[0]:
+                raise RuntimeError(
+                    f"{what}, but rank {rank} has others than rank {self.ranks[0]}. No gradient "
+                    "has been changed"
+                )
+
+
+def pack(table: Tensor, flags: Sequence[int], checksum: int, failed: int | None = None) -> Tensor:
+    """What a process sends, ``[HEADER + n, 6]``, on the table's device.
+
+    `checksum` is a whole number under 2**53; `failed` is the global rank of a process that could
+    not measure, this one or another that this one has heard of.
+    """
+    side = torch.tensor(
+        [0 if failed is None else failed + 1, checksum, *flags], dtype=torch.float64, device="cpu"
+    )
+    if table.device.type == "cuda":
+        side = side.pin_memory()  # else the copy waits for the device
+    packed = table.new_zeros(HEADER + len(table), tables.COLUMNS + 1)
+    packed[:, tables.COLUMNS] = side.to(table.device, non_blocking=True)
+    packed[HEADER:, : tables.COLUMNS] = table
+    return packed
+
+
+def gather(packed: Tensor, group: dist.ProcessGroup) -> Gathered:
+    """Exchange what the processes of `group` have packed, in one collective, on packed's device.
+
+    Raises `RuntimeError` that names the ranks if that fails, as when one has died.
+    """
+    ranks = tuple(dist.get_process_group_ranks(group))
+    sent = packed.to(_served(group, packed.device))
+    received = sent.new_empty(len(ranks) * len(sent), sent.shape[1])
+    try:
+        dist.all_gather_into_tensor(received, sent, group=group)
+    except RuntimeError as error:
+        raise RuntimeError(
+            f"combining the gradient statistics of {said(ranks)} failed: {error}"
+        ) from error
+    every = received.view(len(ranks), *sent.shape).to(packed.device)
+    rows = every[:, HEADER:]
+    return Gathered(
+        ranks,
+        rows[:, :, : tables.COLUMNS],
+        rows[:, :, tables.COLUMNS],
+        every[:, :HEADER, tables.COLUMNS],
+    )
+
+
+def combine(every: Tensor, counted: Tensor, p: float) -> Tensor:
+    """The table, ``[n, 5]``, of all elements that the tables ``[R, n, 5]`` of R processes describe.
+
+    Where `counted`, ``[R, n]`` bool, is false, a process holds a replica of elements that another
+    counts. Of it matters only what is not finite, which is seen by all and counted once: a POWER
+    that is NaN or infinite, and counts of NAN and INF beyond those that are counted.
+    """
+    powers, maxima = every[:, :, tables.POWER], every[:, :, tables.MAX_ABS]
+    if p == -math.inf:
+        power = torch.where(counted | powers.isnan(), powers, math.inf).amin(0)
+    else:
+        powers = torch.where(counted | ~powers.isfinite(), powers, 0.0)
+        power = powers.amax(0) if p == math.inf else powers.sum(0)
+    counts = every[:, :, tables.NAN :]
+    own = torch.where(counted[:, :, None], counts, 0.0).sum(0)
+    bad = torch.where(counted[:, :, None], 0.0, counts[:, :, : tables.ZERO - tables.NAN]).amax(0)
+    columns = [
+        power[:, None],
+        torch.where(counted, maxima, 0.0).amax(0)[:, None],
+        torch.maximum(own[:, : bad.shape[1]], bad),
+        own[:, bad.shape[1] :],
+    ]
+    return torch.cat(columns, 1)
+
+
+def checksum_of(labels: Iterable[str]) -> int:
+    """Of names in their order, the same in every process."""
+    return zlib.crc32("\n".join(labels).encode())
+
+
+def _served(group: dist.ProcessGroup, device: torch.device) -> torch.device:
+    """Where to put what is sent: `device`, or one that the group's backend can send from, as for
+    gradients kept on the CPU beside NCCL."""
+    kinds = [kind.type for kind in group._device_types]
+    if device.type in kinds or not kinds:
+        return device
+    if kinds[0] == "cpu":
+        return torch.device("cpu")
+    return torch.device(kinds[0], torch.get_device_module(kinds[0]).current_device())

@@ -1,0 +1,68 @@
+"""Which process contributed what to a table that several of them made together."""
+
+from collections.abc import Iterable, Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from fastclip import table as tables
+
+
+class Contributions(NamedTuple):
+    """What each process held before the tables were combined, replicas and all.
+
+    `tables` has rows without elements where a process takes no part in a gradient.
+    """
+
+    ranks: tuple[int, ...]  # global ranks, R of them
+    tables: Tensor  # [R, n, 5], float64
+    present: Tensor  # [n] bool: whether any process has a gradient for that row
+
+    def offenders(self) -> list[list[int]]:
+        """Of each row, the ranks that hold an element which is NaN or infinite. Waits for the
+        device."""
+        found = self.tables[:, :, tables.NAN : tables.INF + 1].sum(2) > 0
+        return [
+            [rank for rank, bad in zip(self.ranks, row, strict=True) if bad]
+            for row in found.T.tolist()
+        ]
+
+
+class RankStats(NamedTuple):
+    """What one process held, in Python numbers, before it was combined with what others held.
+
+    `norm` and `max_abs` are over all its gradients, its replicas of others' included; `nan` and
+    `inf` count elements, and `nonfinite` names the gradients that have any.
+    """
+
+    rank: int
+    norm: float
+    max_abs: float
+    nan: int
+    inf: int
+    nonfinite: list[str]
+
+
+def rank_stats(
+    rank: int, table: Tensor, names: Sequence[str], p: float, dtype: torch.dtype
+) -> RankStats:
+    """Of a process's own table, ``[n, 5]``, on the host. `dtype` is that of the norms."""
+    row = tables.combine(table, p)
+    counts = table[:, tables.NAN : tables.INF + 1].sum(1).tolist()
+    return RankStats(
+        rank,
+        float(tables.total_norm(table, p).to(dtype)) if names else 0.0,
+        float(row[tables.MAX_ABS].to(dtype)),
+        int(row[tables.NAN]),
+        int(row[tables.INF]),
+        [name for name, count in zip(names, counts, strict=True) if count],
+    )
+
+
+def said(ranks: Iterable[int]) -> str:
+    """``rank 2``, ``ranks 0-3``, ``ranks 0, 2, 3``."""
+    ordered = sorted(ranks)
+    if len(ordered) > 2 and ordered[-1] - ordered[0] == len(ordered) - 1:
+        return f"ranks {ordered[0]}-{ordered[-1]}"
+    return f"rank{'s' if len(ordered) != 1 else ''} {', '.join(map(str, ordered))}"
