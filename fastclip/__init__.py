@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from fastclip.order import order_guard as order_guard
     from fastclip.stats import GradStats as GradStats
     from fastclip.stats import LayerStats as LayerStats
+    from fastclip.stats import RankStats as RankStats
 
 __version__ = "0.1.0"
 
@@ -29,6 +30,7 @@ __all__ = [
     "GradClipper",
     "GradStats",
     "LayerStats",
+    "RankStats",
     "__version__",
     "backend",
     "backends",
@@ -48,6 +50,7 @@ _HOME = {
     "GradClipper": "clipper",
     "GradStats": "stats",
     "LayerStats": "stats",
+    "RankStats": "stats",
     "backend": "backends",
     "clip_grad_norm_": "functional",
     "clip_grad_value_": "functional",

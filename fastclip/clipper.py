@@ -241,7 +241,7 @@ class GradClipper:
             self.overlap.watch(parameters)
             if loss_scale.enabled and loss_scale.inv_scale is None:
                 self.overlap.forget()  # the user has unscaled them, which leaves no mark
-        listed = Listed([parameter.grad for parameter in parameters], names)
+        listed = Listed([parameter.grad for parameter in parameters], names, parameters)
         loss_scale.add_others(parameters, listed)
         return Step(
             self._settings,
@@ -258,7 +258,7 @@ class GradClipper:
         p = self._settings.p
         if not listed.grads:
             return Gradients.of_rows(()), tables.empty(p, 0, torch.device("cpu"))
-        active = passes.active()
+        active = passes.active(listed)
         if self.overlap is not None and active is passes:
             return self.overlap.measure(listed, inv_scale)
         found, table = active.measure(listed, p, inv_scale)

@@ -60,13 +60,13 @@ def clip_grad_norm_(
         return torch.zeros((), device="cpu", dtype=torch.float32)
     done = watching.clips(listed.parameters, limit)
     if error_if_nonfinite:
-        found, table = passes.active().measure(listed, p)
-        refuse(table, listed, found.names, p, INSTEAD)
+        found, table = passes.active(listed).measure(listed, p)
+        refuse(table, listed, found, p, INSTEAD)
         total = tables.total_norm(table, p)
-        passes.active().scale_(found, tables.coefficient(total, limit))
+        passes.active(found).scale_(found, tables.coefficient(total, limit))
         total = total.to(tables.result_dtype(found.tensors))
     else:
-        total = passes.active().clip_(listed, p, limit)
+        total = passes.active(listed).clip_(listed, p, limit)
     done()
     return total
 
@@ -86,9 +86,9 @@ def get_total_norm(
     listed = gradients.of_tensors(tensors)
     if not listed.grads:
         return torch.zeros((), device="cpu", dtype=torch.float32)
-    found, table = passes.active().measure(listed, p)
+    found, table = passes.active(listed).measure(listed, p)
     if error_if_nonfinite:
-        refuse(table, listed, found.names, p, INSTEAD)
+        refuse(table, listed, found, p, INSTEAD)
     return tables.total_norm(table, p).to(tables.result_dtype(found.tensors))
 
 
@@ -115,8 +115,8 @@ def clip_grads_with_norm_(
     listed = gradients.of_parameters(parameters)
     if listed.grads:
         done = watching.clips(listed.parameters, limit)
-        total = total_norm.detach().to(listed.grads[0].device, torch.float64).reshape(())
-        passes.active().rescale_(listed, tables.coefficient(total, limit))
+        total = gradients.whole(total_norm).to(listed.grads[0].device, torch.float64).reshape(())
+        passes.active(listed).rescale_(listed, tables.coefficient(total, limit))
         done()
 
 
@@ -135,7 +135,9 @@ def clip_grad_value_(
     """
     value = _at_least_0(clip_value, "clip_value must be a number of at least 0")
     listed = gradients.of_parameters(parameters)
-    found = passes.active().sort_out(listed)
+    if listed.spread is not None:
+        listed.spread.refuse_partial(listed.labels(), listed.called)
+    found = passes.active(listed).sort_out(listed)
     for name, tensor in zip(found.names, found.tensors, strict=True):
         if tensor.is_complex():
             raise TypeError(
@@ -163,10 +165,10 @@ def grad_stats(parameters: Parameters, norm_type: float | str = 2.0) -> GradStat
     p = order(norm_type)
     listed = gradients.of_parameters(parameters)
     if not listed.grads:
-        return GradStats.measured((), (), tables.empty(p, 0, torch.device("cpu")), p, torch.float32)
-    found, table = passes.active().measure(listed, p)
-    dtype = tables.result_dtype(found.tensors)
-    return GradStats.measured(found.names, found.numel, table, p, dtype)
+        none = gradients.Gradients.of_rows(())
+        return GradStats.measured(none, tables.empty(p, 0, torch.device("cpu")), p, torch.float32)
+    found, table = passes.active(listed).measure(listed, p)
+    return GradStats.measured(found, table, p, tables.result_dtype(found.tensors))
 
 
 def order(norm_type: float | str) -> float:

@@ -9,12 +9,17 @@ import sys
 import types
 import warnings
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import prod
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
+
+from fastclip.ranks import Contributions
+
+if TYPE_CHECKING:
+    from fastclip.distributed.shards import Spread
 
 Parameters = Tensor | nn.Module | Iterable[Tensor] | Iterable[tuple[str, Tensor]]
 Tensors = Tensor | Iterable[Tensor | None] | Iterable[tuple[str, Tensor]]
@@ -37,15 +42,22 @@ class Listed:
     if no entry had a name. `grads` are the gradients there are; `plain` tells whether each of them
     is exactly a torch.Tensor and not of a subclass. `parameters` are what they are the gradients
     of, a place for every entry, where that is known.
+
+    Where DTensors over several processes are among them, `tensors` are what this process holds,
+    and `spread` tells of what: then every parameter that requires a gradient has a tensor.
     """
 
     def __init__(
         self, tensors: list[Any], names: Sequence[str] | None, parameters: Sequence[Tensor] = ()
     ) -> None:
         kinds = set(map(type, tensors))  # one call for thousands of tensors: 18 ns each
-        self.tensors: list[Tensor | None] = tensors
         self.names = names
         self.parameters = parameters
+        self.spread: Spread | None = None
+        if not kinds <= _PLAIN and (of_shards := _spread(tensors, self)) is not None:
+            tensors, self.spread = of_shards
+            kinds = set(map(type, tensors))
+        self.tensors: list[Tensor | None] = tensors
         self.grads: list[Tensor] = tensors
         if NoneType in kinds:
             self.grads = [tensor for tensor in tensors if tensor is not None]
@@ -65,12 +77,27 @@ class Listed:
 
     def labels(self) -> tuple[str, ...]:
         """For each gradient its name, else its 0-based position among all entries."""
-        names = self.names or [str(position) for position in range(len(self.tensors))]
+        names = _labels(self.names, len(self.tensors))
         if len(self.grads) == len(self.tensors):
             return tuple(names)
         return tuple(
             name for name, tensor in zip(names, self.tensors, strict=True) if tensor is not None
         )
+
+
+def _labels(names: Sequence[str] | None, n: int) -> Sequence[str]:
+    return names or [str(position) for position in range(n)]
+
+
+def _spread(tensors: list[Any], listed: Listed) -> "tuple[list[Any], Spread] | None":
+    """What this process holds, and of what, if there are DTensors over several processes."""
+    # nobody has a DTensor without this module
+    if torch.compiler.is_compiling() or "torch.distributed.tensor" not in sys.modules:
+        return None
+    from fastclip.distributed import shards
+
+    names = _labels(listed.names, len(tensors))
+    return shards.spread_of(tensors, listed.parameters, names, listed.called)
 
 
 class Row(NamedTuple):
@@ -87,7 +114,9 @@ class Row(NamedTuple):
 class Gradients:
     """The gradients as the backends take them: the fields of a `Row`, for every row of the table.
 
-    `sparse` has only the rows, by number, of uncoalesced gradients.
+    `sparse` has only the rows, by number, of uncoalesced gradients. With `spread`, `tensors` are
+    what this process holds of tensors of `numel` elements; `contributions` then tell what each
+    process held when they were measured first.
     """
 
     names: tuple[str, ...]
@@ -95,6 +124,8 @@ class Gradients:
     tensors: list[Tensor]
     repeats: tuple[int, ...]
     sparse: dict[int, tuple[Tensor, Tensor]]
+    spread: "Spread | None" = None
+    contributions: Contributions | None = None
 
     @classmethod
     def of_rows(cls, rows: Sequence[Row]) -> "Gradients":
@@ -109,8 +140,10 @@ class Gradients:
     @classmethod
     def of_listed(cls, listed: Listed) -> "Gradients":
         """Those of a list that a backend has taken as it is."""
-        numel = tuple(map(Tensor.numel, listed.grads))
-        return cls(listed.labels(), numel, listed.grads, (1,) * len(numel), {})
+        spread = listed.spread
+        numel = map(Tensor.numel, listed.grads) if spread is None else spread.numel
+        ones = (1,) * len(listed.grads)
+        return cls(listed.labels(), tuple(numel), listed.grads, ones, {}, spread)
 
     def rows(self) -> list[Row]:
         """What `of_rows` makes these of."""
@@ -198,18 +231,26 @@ def _kind(entry: object) -> str:
     return f"{type(entry).__name__}"
 
 
+def whole(tensor: Tensor) -> Tensor:
+    """The tensor that a DTensor is a part of; any other as it is. Detached."""
+    distributed = sys.modules.get("torch.distributed.tensor")
+    if distributed is not None and isinstance(tensor, distributed.DTensor):
+        tensor = tensor.full_tensor()
+    return tensor.detach()
+
+
 @torch.no_grad()
 def sort_out(listed: Listed) -> Gradients:
     """Look at every gradient: local, strided, each memory once.
 
-    Raises `TypeError` for a dtype, layout or subclass that has no meaning here, `RuntimeError` for
-    memory that overlaps itself and `NotImplementedError` for a DTensor spread over several
-    processes. Each names the gradient, and nothing has been changed.
+    Raises `TypeError` for a dtype, layout or subclass that has no meaning here and `RuntimeError`
+    for memory that overlaps itself. Each names the gradient, and nothing has been changed.
     """
     rows: list[Row] = []
+    places: list[int] = []
     objects: set[int] = set()
     memories: set[object] = set()
-    for name, grad in zip(listed.labels(), listed.grads, strict=True):
+    for place, (name, grad) in enumerate(zip(listed.labels(), listed.grads, strict=True)):
         if id(grad) in objects:
             continue
         objects.add(id(grad))
@@ -219,7 +260,18 @@ def sort_out(listed: Listed) -> Gradients:
             continue
         memories.add(memory)
         rows.append(row)
-    return Gradients.of_rows(rows)
+        places.append(place)
+    found = Gradients.of_rows(rows)
+    if listed.spread is None:
+        return found
+    spread = listed.spread
+    repeats = zip(places, found.repeats, strict=True)
+    return replace(
+        found,
+        numel=tuple(spread.numel[place] for place in places),
+        repeats=tuple(1 if place in spread.partial else number for place, number in repeats),
+        spread=spread.of_rows(places),
+    )
 
 
 def _row(name: str, grad: Tensor, what: str) -> Row:
@@ -251,15 +303,9 @@ def _local(grad: Tensor, what: str) -> Tensor:
     """The part of a gradient that this process holds, as a plain Tensor on the same memory."""
     if type(grad) in _PLAIN:
         return grad
-    distributed = sys.modules.get("torch.distributed.tensor")  # nobody has a DTensor without it
+    distributed = sys.modules.get("torch.distributed.tensor")
     if distributed is not None and isinstance(grad, distributed.DTensor):
-        processes = grad.device_mesh.size()
-        if processes > 1:
-            raise NotImplementedError(
-                f"{what} is a DTensor over {processes} processes; only meshes of one process are "
-                "supported so far"
-            )
-        return _local(grad.to_local(), what)
+        return _local(grad.to_local(), what)  # of a mesh of one process
     # A subclass that only adds methods has ordinary memory; one that dispatches may have none.
     if type(grad).__torch_dispatch__ is not Tensor.__torch_dispatch__:
         raise TypeError(

@@ -3,8 +3,10 @@ and from coefficients back to the gradients.
 """
 
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from types import ModuleType
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -15,9 +17,17 @@ from fastclip.backends.contract import Clipped
 from fastclip.gradients import Gradients, Listed
 from fastclip.gradients import sort_out as sort_out
 
+if TYPE_CHECKING:
+    from fastclip.distributed.shards import Spread
 
-def active() -> ModuleType:
-    """This module, or while something records what is called, the same as operators."""
+
+def active(gradients: Listed | Gradients) -> ModuleType:
+    """This module, or while something records what is called, the same as operators.
+
+    Operators know of one process: what several hold goes through here always.
+    """
+    if gradients.spread is not None:
+        return sys.modules[__name__]
     # A dispatch mode (make_fx, FakeTensorMode) sees operators alone; asking costs 50 ns.
     if torch.compiler.is_compiling() or torch._C._len_torch_dispatch_stack() > 0:
         from fastclip import traced
@@ -31,20 +41,58 @@ def measure(listed: Listed, p: float, inv_scale: Tensor | None = None) -> tuple[
 
     `inv_scale`, 0-d, takes a loss scale out of the statistics. Raises as `gradients.sort_out` does.
     """
-    if listed.plain and (quick := backends.choose(listed.grads[0].device).quick_measure):
+    if listed.spread is not None:
+        return _measure_spread(listed, listed.spread, p, inv_scale)
+    return _measure(listed, p, inv_scale, {})
+
+
+def _measure(
+    listed: Listed, p: float, inv_scale: Tensor | None, reduced: Mapping[int, Tensor]
+) -> tuple[Gradients, Tensor]:
+    """What this process holds; `reduced` are copies to measure instead, by place."""
+    quick = backends.choose(listed.grads[0].device).quick_measure if listed.plain else None
+    if quick is not None and not reduced:
         table = quick(listed.grads, p, inv_scale)
         if table is not None:
             return Gradients.of_listed(listed), table
     found = sort_out(listed)
-    return found, measure_again(found, p, inv_scale)
+    return found, _measure_again(found, p, inv_scale, reduced)
+
+
+def _measure_spread(
+    listed: Listed, spread: "Spread", p: float, inv_scale: Tensor | None
+) -> tuple[Gradients, Tensor]:
+    """What several processes hold together, the same on each of them."""
+    reduced = spread.reduced(listed.grads)
+    try:
+        found, table = _measure(listed, p, inv_scale, reduced)
+    except Exception:
+        spread.take_part(listed.grads[0].device, p)  # else the others would wait
+        raise
+    assert found.spread is not None
+    table, contributions = found.spread.combine(table, p)
+    return replace(found, contributions=contributions), table
 
 
 def measure_again(found: Gradients, p: float, inv_scale: Tensor | None = None) -> Tensor:
     """The table of gradients that have been sorted out already."""
+    if found.spread is None:
+        return _measure_again(found, p, inv_scale, {})
+    reduced = found.spread.reduced(found.tensors)
+    return found.spread.combine(_measure_again(found, p, inv_scale, reduced), p)[0]
+
+
+def _measure_again(
+    found: Gradients, p: float, inv_scale: Tensor | None, reduced: Mapping[int, Tensor]
+) -> Tensor:
+    tensors: Sequence[Tensor] = found.tensors
+    if reduced and found.spread is not None:
+        places = found.spread.places()
+        tensors = [reduced.get(place, each) for place, each in zip(places, tensors, strict=True)]
     devices = found.by_device()
-    first = found.tensors[0].device
+    first = tensors[0].device
     parts = [
-        backends.choose(device).measure(_select(found.tensors, rows), p, inv_scale).to(first)
+        backends.choose(device).measure(_select(tensors, rows), p, inv_scale).to(first)
         for device, rows in devices.items()
     ]
     table = parts[0]
@@ -58,7 +106,7 @@ def measure_again(found: Gradients, p: float, inv_scale: Tensor | None = None) -
 def clip_(listed: Listed, p: float, max_norm: float | Tensor) -> Tensor:
     """Rescale to `max_norm`; the total norm before, 0-d, on the first gradient's device."""
     result = _quick_clip_(listed, p, max_norm, None, False)
-    return _clip_(sort_out(listed), p, max_norm, None, False)[1] if result is None else result[1]
+    return _clip_(listed, p, max_norm, None, False)[2] if result is None else result[1]
 
 
 def clip_measured_(
@@ -73,27 +121,32 @@ def clip_measured_(
     result = _quick_clip_(listed, p, max_norm, inv_scale, skip)
     if result is not None:
         return Gradients.of_listed(listed), *result
-    found = sort_out(listed)
-    return found, *_clip_(found, p, max_norm, inv_scale, skip)
+    return _clip_(listed, p, max_norm, inv_scale, skip)
 
 
 def _quick_clip_(
     listed: Listed, p: float, max_norm: float | Tensor, inv_scale: Tensor | None, skip: bool
 ) -> Clipped | None:
     """What a backend makes of the list as it is, if it takes it so."""
+    if listed.spread is not None:
+        return None
     if listed.plain and (quick := backends.choose(listed.grads[0].device).quick_clip_):
         return quick(listed.grads, p, max_norm, inv_scale, skip)
     return None
 
 
 def _clip_(
-    found: Gradients, p: float, max_norm: float | Tensor, inv_scale: Tensor | None, skip: bool
-) -> Clipped:
-    table = measure_again(found, p, inv_scale)
+    listed: Listed, p: float, max_norm: float | Tensor, inv_scale: Tensor | None, skip: bool
+) -> tuple[Gradients, Tensor, Tensor, Tensor]:
+    if listed.spread is not None:
+        found, table = _measure_spread(listed, listed.spread, p, inv_scale)
+    else:
+        found = sort_out(listed)
+        table = measure_again(found, p, inv_scale)
     total = tables.total_norm(table, p)
     coef, factor = tables.factors(table, total, max_norm, inv_scale, skip)
     scale_(found, factor)
-    return table, total.to(tables.result_dtype(found.tensors)), coef
+    return found, table, total.to(tables.result_dtype(found.tensors)), coef
 
 
 def rescale_(listed: Listed, coef: Tensor) -> None:

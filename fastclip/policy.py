@@ -1,6 +1,5 @@
 """What to do about gradients with NaN or infinite elements."""
 
-from collections.abc import Sequence
 from dataclasses import replace
 from typing import Literal, get_args
 
@@ -10,6 +9,7 @@ from torch import Tensor
 from fastclip import passes
 from fastclip import table as tables
 from fastclip.gradients import Gradients, Listed
+from fastclip.ranks import said
 
 Policy = Literal["skip", "zero", "error", "propagate"]
 POLICIES: tuple[str, ...] = get_args(Policy)
@@ -17,17 +17,22 @@ POLICIES: tuple[str, ...] = get_args(Policy)
 SHOWN = 10  # offenders an error message lists
 
 
-def refuse(table: Tensor, listed: Listed, names: Sequence[str], p: float, instead: str) -> None:
+def refuse(table: Tensor, listed: Listed, found: Gradients, p: float, instead: str) -> None:
     """Raise `RuntimeError` if an element is NaN or infinite, and say what could be done `instead`.
 
     The counts tell, where a norm may just overflow. Waits for the device.
     """
     counts = table[:, tables.NAN : tables.INF + 1].tolist()
-    bad = [(name, nan, inf) for name, (nan, inf) in zip(names, counts, strict=True) if nan or inf]
+    bad = [(row, nan, inf) for row, (nan, inf) in enumerate(counts) if nan or inf]
     if not bad:
         return
+    held = found.contributions
+    where = ["" for _ in counts]
+    if held is not None:
+        where = [f"; on {said(ranks)}" if ranks else "" for ranks in held.offenders()]
     shown = ", ".join(
-        f"{listed.called(name)} ({nan:.0f} NaN, {inf:.0f} inf)" for name, nan, inf in bad[:SHOWN]
+        f"{listed.called(found.names[row])} ({nan:.0f} NaN, {inf:.0f} inf{where[row]})"
+        for row, nan, inf in bad[:SHOWN]
     )
     more = f" and {len(bad) - SHOWN} more" if len(bad) > SHOWN else ""
     raise RuntimeError(
@@ -48,7 +53,7 @@ def zero_(found: Gradients, table: Tensor, p: float) -> Tensor:
         _zero_(tensor)
     for gradient, coalesced in found.sparse.values():
         gradient.copy_(coalesced)
-    return _with_norms(table, passes.active().measure_again(found, p))
+    return _with_norms(table, passes.active(found).measure_again(found, p))
 
 
 def zeroed(found: Gradients, table: Tensor, p: float) -> tuple[Gradients, Tensor]:
@@ -56,7 +61,7 @@ def zeroed(found: Gradients, table: Tensor, p: float) -> tuple[Gradients, Tensor
     if _known_finite(table):
         return found, table
     found = replace(found, tensors=[_zero_(tensor.clone()) for tensor in found.tensors], sparse={})
-    return found, _with_norms(table, passes.active().measure_again(found, p))
+    return found, _with_norms(table, passes.active(found).measure_again(found, p))
 
 
 def _known_finite(table: Tensor) -> bool:

@@ -87,6 +87,7 @@ class WithScaler(WithoutScaler):
         self._scaler = scaler
         self._device = scaler._scale.device
         self.optimizers = optimizers
+        self._listed_others: Listed | None = None
         self._others: Gradients | None = None
         # In float64 for the reason that scaler.unscale_ has: some compilers divide inexactly.
         inverse = scaler._scale.double().reciprocal().float()
@@ -100,10 +101,12 @@ class WithScaler(WithoutScaler):
         mine = set(map(id, clipped))
         if not mine <= owned.keys():
             self._refuse_unowned(clipped, listed, owned.keys())
-        others = Listed([p.grad for key, p in owned.items() if key not in mine], None)
+        parameters = [p for key, p in owned.items() if key not in mine]
+        others = Listed([p.grad for p in parameters], None, parameters)
         if others.grads:
-            self._others = passes.active().sort_out(others)
-            self.alone = False
+            self._listed_others = others
+        # what several processes do together must not depend on who has which gradients
+        self.alone = not (parameters if listed.spread is not None else others.grads)
 
     def _refuse_unowned(
         self, clipped: Sequence[Tensor], listed: Listed, owned: Iterable[int]
@@ -127,15 +130,16 @@ class WithScaler(WithoutScaler):
                 for flag in state["found_inf_per_device"].values()
             ]
             return torch.stack(flags).sum() > 0 if flags else None
-        if self._others is None:
+        if self._listed_others is None:
             return None
-        table = passes.active().measure_again(self._others, 2.0)
+        others = self._listed_others
+        self._others, table = passes.active(others).measure(others, 2.0)
         return tables.found_nonfinite(table).to(device)
 
     def unscale_others_(self, found: Tensor) -> None:
         if self._others is not None and self.inv_scale is not None:
             inverse = self.inv_scale.to(found.device, torch.float64)
-            passes.active().scale_(self._others, inverse.masked_fill(found, 1.0))
+            passes.active(self._others).scale_(self._others, inverse.masked_fill(found, 1.0))
 
     def record(self, found: Tensor) -> None:
         for optimizer in self.optimizers:

@@ -10,6 +10,8 @@ from torch import Tensor
 
 from fastclip import table as tables
 from fastclip.gradients import Gradients
+from fastclip.ranks import Contributions, rank_stats, said
+from fastclip.ranks import RankStats as RankStats
 
 FIELDS = (
     *("names", "numel", "norms", "max_abs", "nan_count", "inf_count", "zero_count", "total_norm"),
@@ -50,8 +52,11 @@ class GradStats:
     `skipped` are false, and `found_inf` tells whether an element is not finite.
 
     Norms, maxima and coefficients are float32, float64 where any gradient is; counts are int64.
-    Nothing waits for the device but `cpu`. `layers`, `worst`, `nonfinite`, `grouped` and `as_dict`
-    are for an object on the host and raise `RuntimeError` elsewhere.
+    Nothing waits for the device but `cpu`. `layers`, `worst`, `nonfinite`, `by_rank`, `grouped` and
+    `as_dict` are for an object on the host and raise `RuntimeError` elsewhere.
+
+    Of gradients that several processes hold (DTensors, process groups) all this is of the whole
+    tensors, and the same on every process; `by_rank` tells what each one held.
     """
 
     names: tuple[str, ...]
@@ -64,24 +69,20 @@ class GradStats:
     clipped: Tensor
     skipped: Tensor
     found_inf: Tensor
+    contributions: Contributions | None = None  # of several processes that made the table
 
     @classmethod
     def measured(
-        cls,
-        names: tuple[str, ...],
-        numel: tuple[int, ...],
-        table: Tensor,
-        norm_type: float,
-        dtype: torch.dtype,
+        cls, found: Gradients, table: Tensor, norm_type: float, dtype: torch.dtype
     ) -> "GradStats":
         """Statistics of gradients that nothing has been done to. `dtype` is that of the norms."""
         total = tables.total_norm(table, norm_type).to(dtype)
-        if not names:
+        if not found.names:
             total = torch.zeros_like(total)  # as clip_grad_norm_ returns, whatever the order
         false = torch.zeros((), dtype=torch.bool, device=table.device)
         return cls(
-            names,
-            numel,
+            found.names,
+            found.numel,
             table,
             norm_type,
             total_norm=total,
@@ -90,6 +91,7 @@ class GradStats:
             clipped=false,
             skipped=false,
             found_inf=tables.found_nonfinite(table).to(torch.float32),
+            contributions=found.contributions,
         )
 
     @classmethod
@@ -119,6 +121,7 @@ class GradStats:
             clipped=clipped.any() if clipped.dim() else clipped,
             skipped=skipped,
             found_inf=found_inf.to(torch.float32),
+            contributions=found.contributions,
         )
 
     @property
@@ -149,16 +152,18 @@ class GradStats:
         """The same on the host, by one packed copy; itself if it is there already."""
         if self._on_host:
             return self
-        parts = {name: getattr(self, name) for name in _TENSORS}
-        packed = torch.cat([part.to(torch.float64).reshape(-1) for part in parts.values()]).cpu()
-        pieces = packed.split([part.numel() for part in parts.values()])
-        return replace(
-            self,
-            **{
-                name: piece.view(part.shape).to(part.dtype)
-                for (name, part), piece in zip(parts.items(), pieces, strict=True)
-            },
-        )
+        parts = [getattr(self, name) for name in _TENSORS]
+        held = self.contributions
+        parts.extend([] if held is None else held[1:])
+        packed = torch.cat([part.to(torch.float64).reshape(-1) for part in parts]).cpu()
+        pieces = packed.split([part.numel() for part in parts])
+        on_host = [
+            piece.view(part.shape).to(part.dtype) for part, piece in zip(parts, pieces, strict=True)
+        ]
+        if held is not None:
+            *on_host, every, present = on_host
+            held = Contributions(held.ranks, every, present)
+        return replace(self, contributions=held, **dict(zip(_TENSORS, on_host, strict=True)))
 
     def layers(self) -> list[LayerStats]:
         """One `LayerStats` per gradient, in order."""
@@ -194,6 +199,19 @@ class GradStats:
         ``nonfinite="zero"`` those that had one, though no norm shows it."""
         return [layer.name for layer in self.layers() if layer.nan or layer.inf]
 
+    def by_rank(self) -> list[RankStats]:
+        """What each process held, before it was combined with what the others did: its replicas and
+        its shards. In one process, and with DDP, where gradients are averaged before they are seen,
+        one entry, of this process.
+        """
+        self._require_host("by_rank()")
+        held = {_this_rank(): self.table}
+        if self.contributions is not None:
+            ranks, every, _ = self.contributions
+            held = dict(zip(ranks, every, strict=True))
+        p, dtype = self.norm_type, self.total_norm.dtype
+        return [rank_stats(rank, own, self.names, p, dtype) for rank, own in held.items()]
+
     def grouped(self, depth: int | Callable[[str], str] = 1) -> "GradStats":
         """The same by module: gradients whose names agree in the first `depth` parts, or for which
         ``depth(name)`` is equal, become one row. A name of fewer parts stands for itself.
@@ -208,15 +226,23 @@ class GradStats:
             key = depth(name) if callable(depth) else ".".join(name.split(".")[:depth])
             members.setdefault(key, []).append(row)
         groups = list(members.values())
-        rows = [tables.combine(self.table[group], self.norm_type) for group in groups]
+        held = self.contributions
+        if held is not None and groups:
+            every = [self._grouped(table, groups) for table in held.tables]
+            present = torch.stack([held.present[group].any() for group in groups])
+            held = Contributions(held.ranks, torch.stack(every), present)
         return replace(
             self,
+            contributions=held,
             names=tuple(members),
             numel=tuple(sum(self.numel[row] for row in group) for group in groups),
-            table=torch.stack(rows) if rows else self.table,
+            table=self._grouped(self.table, groups) if groups else self.table,
             coef=_smallest(self.coef, groups),
             threshold=_smallest(self.threshold, groups),
         )
+
+    def _grouped(self, table: Tensor, groups: Sequence[list[int]]) -> Tensor:
+        return torch.stack([tables.combine(table[group], self.norm_type) for group in groups])
 
     def as_dict(self) -> dict[str, Any]:
         """Every field as plain Python values: lists, floats, ints and bools."""
@@ -256,8 +282,22 @@ def _smallest(values: Tensor, groups: Sequence[Sequence[int]]) -> Tensor:
     return torch.stack([values[list(group)].amin() for group in groups])
 
 
+def _this_rank() -> int:
+    distributed = torch.distributed
+    initialised = distributed.is_available() and distributed.is_initialized()
+    return distributed.get_rank() if initialised else 0
+
+
 def _counted(n: int, what: str) -> str:
     return f"{n:,} {what}" if n == 1 else f"{n:,} {what}s"
+
+
+def _where(stats: GradStats) -> str:
+    """Who holds elements that are not finite."""
+    if stats.contributions is None:
+        return ""
+    ranks = {rank for row in stats.contributions.offenders() for rank in row}
+    return f" (on {said(ranks)})" if ranks else ""
 
 
 def _printed(stats: GradStats) -> str:
@@ -267,7 +307,7 @@ def _printed(stats: GradStats) -> str:
         _counted(len(stats.names), "gradient"),
         _counted(sum(stats.numel), "element"),
         f"{kind} norm {float(stats.total_norm):.6g}",
-        f"{_counted(bad, 'element')} not finite" if bad else "all finite",
+        f"{_counted(bad, 'element')} not finite{_where(stats)}" if bad else "all finite",
     ]
     if stats.clipped:
         facts.append(f"clipped by {float(stats.coef.min()):.4g}")

@@ -78,7 +78,7 @@ class Step(NamedTuple):
         rule, p, _ = self.settings
         assert type(rule) is MaxNorm
         limit = rule.limit(self.number)
-        found, table, total, coef = passes.active().clip_measured_(
+        found, table, total, coef = passes.active(self.listed).clip_measured_(
             self.listed, p, limit, self.loss_scale.inv_scale, self._leaves
         )
         decision = Decision(coef, tables.limit(limit, coef.device), {})
@@ -98,10 +98,14 @@ class Step(NamedTuple):
         found, table = self.measure(self.listed, self.loss_scale.inv_scale)
         bad = tables.found_nonfinite(table)
         elsewhere = self.loss_scale.found_elsewhere(bad.device)
+        if found.spread is not None and not self.loss_scale.alone:
+            elsewhere = found.spread.agree(
+                torch.zeros_like(bad) if elsewhere is None else elsewhere
+            )
         if elsewhere is not None:
             bad = bad | elsewhere
         if chosen == "error" and not dry:
-            policy.refuse(table, self.listed, found.names, p, INSTEAD)
+            policy.refuse(table, self.listed, found, p, INSTEAD)
             if elsewhere is not None and elsewhere.item():
                 raise RuntimeError(f"{ELSEWHERE}. No gradient has been changed; {INSTEAD}")
         if chosen == "zero":
@@ -118,6 +122,8 @@ class Step(NamedTuple):
             else:  # what MaxNorm decides, without what other rules want to know
                 threshold = tables.limit(limit, total.device)
                 decision = Decision(tables.coefficient(total, limit), threshold, state)
+            if found.contributions is not None:
+                decision = decision.where_present(found.contributions.present, state)
             if self._leaves:
                 decision = decision.unless(bad, state)
         else:
@@ -191,7 +197,7 @@ class Decided(NamedTuple):
         factor = coef if inv_scale is None else coef * inv_scale.to(coef.device)
         rest, grad_scale = folding.split(factor)
         if tables.peek(rest) != 1:
-            passes.active().rescale_(listed, rest)
+            passes.active(listed).rescale_(listed, rest)
         return grad_scale
 
     def write_(self) -> None:
@@ -199,7 +205,7 @@ class Decided(NamedTuple):
         if self.decision.units is not None:
             scale_units_(self.found.tensors, list(map(self._factor, self.decision.units)))
         else:
-            passes.active().scale_(self.found, self._factor(self.decision.coef))
+            passes.active(self.found).scale_(self.found, self._factor(self.decision.coef))
         left = self.bad if self.settings.policy != "propagate" else torch.zeros_like(self.bad)
         self.loss_scale.unscale_others_(left)
 
@@ -242,7 +248,8 @@ def _of_rows(parameters: Sequence[Tensor], listed: Listed, found: Gradients) -> 
     """The parameters of the rows."""
     if len(found.names) == len(parameters):
         return parameters
-    own = [parameter for parameter in parameters if parameter.grad is not None]
+    pairs = zip(parameters, listed.tensors, strict=True)
+    own = [parameter for parameter, gradient in pairs if gradient is not None]
     if len(found.names) < len(own):  # some share a gradient, of which there is one row
         of_label = dict(zip(reversed(listed.labels()), reversed(own), strict=True))
         own = [of_label[name] for name in found.names]

@@ -17,7 +17,8 @@ left waiting.
 
 import math
 import zlib
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import NamedTuple
 
 import torch
@@ -32,6 +33,9 @@ from fastclip.ranks import said as said
 HEADER = 2
 FAILED, CHECKSUM = range(HEADER)
 PRESENT, COUNTED = 1, 2  # bits of the flags
+
+# The second is the name before torch 2.13, where it is deprecated.
+_all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 
 
 class Gathered(NamedTuple):
@@ -52,26 +56,73 @@ class Gathered(NamedTuple):
         """Whether any process has a gradient, ``[n]`` bool."""
         return (self.flags.remainder(COUNTED) == PRESENT).any(0)
 
-    def refuse_failed(self) -> None:
-        """Raise `RuntimeError` if a process could not measure its gradients. Waits for the device
-        unless the numbers are on the CPU."""
-        for failed in self.header[:, FAILED].tolist():
-            if failed:
-                raise RuntimeError(
-                    f"rank {int(failed) - 1} could not measure its gradients, and raises the "
-                    "error itself. No gradient has been changed"
-                )
+    def contributions(self) -> Contributions:
+        return Contributions(self.ranks, self.tables, self.present)
 
-    def refuse_different(self, what: str) -> None:
-        """Raise `RuntimeError`, naming a rank, if processes packed rows of different meaning; the
-        message starts with `what`. Waits likewise."""
-        checksums = self.header[:, CHECKSUM].tolist()
-        for rank, checksum in zip(self.ranks, checksums, strict=True):
-            if checksum != checksums[0]:
-                raise RuntimeError(
-                    f"{what}, but rank {rank} has others than rank {self.ranks[0]}. No gradient "
-                    "has been changed"
-                )
+    def known_failed(self) -> list[int]:
+        """The global ranks of processes that could not measure; none where to ask would wait."""
+        if self.header.device.type != "cpu":
+            return []
+        return [int(failed) - 1 for failed in self.header[:, FAILED].tolist() if failed]
+
+    def settle(self, different: str) -> None:
+        """Raise `RuntimeError` if a process could not measure its gradients, or if the rows mean
+        something else on another, with a message that starts with `different`.
+
+        Where reading the header would wait for the device, the tables become not finite, so that no
+        process clips or steps, and `raise_overdue` raises the error in the next call.
+        """
+        if self.header.device.type == "cpu":
+            _refuse(self.ranks, self.header, different)
+            return
+        wrong = (
+            self.header[:, FAILED].sum() + (self.header - self.header[0])[:, CHECKSUM].abs().sum()
+        )
+        self.tables[:, :, tables.NAN] += (wrong > 0).to(torch.float64)
+        _overdue.append(_Overdue.of(self, different))
+
+
+def _refuse(ranks: Sequence[int], header: Tensor, different: str) -> None:
+    for rank, (failed, checksum) in zip(ranks, header.tolist(), strict=True):
+        if failed:
+            raise RuntimeError(
+                f"rank {int(failed) - 1} could not measure its gradients, and raises the error "
+                "itself. No gradient has been changed"
+            )
+        if checksum != header[0, CHECKSUM]:
+            raise RuntimeError(
+                f"{different}, but rank {rank} has others than rank {ranks[0]}. No gradient has "
+                "been changed"
+            )
+
+
+class _Overdue(NamedTuple):
+    """A header on its way to the host."""
+
+    ranks: tuple[int, ...]
+    header: Tensor
+    arrived: torch.Event
+    different: str
+
+    @classmethod
+    def of(cls, gathered: Gathered, different: str) -> "_Overdue":
+        there = gathered.header
+        header = torch.empty(there.shape, dtype=there.dtype, device="cpu", pin_memory=True)
+        header.copy_(there, non_blocking=True)
+        arrived = torch.Event(there.device)
+        arrived.record()
+        return cls(gathered.ranks, header, arrived, different)
+
+
+_overdue: list[_Overdue] = []
+
+
+def raise_overdue() -> None:
+    """Raise what the headers of the last call say, on other devices than the CPU."""
+    while _overdue:
+        header = _overdue.pop()
+        header.arrived.synchronize()
+        _refuse(header.ranks, header.header, header.different)
 
 
 def pack(table: Tensor, flags: Sequence[int], checksum: int, failed: int | None = None) -> Tensor:
@@ -99,12 +150,8 @@ def gather(packed: Tensor, group: dist.ProcessGroup) -> Gathered:
     ranks = tuple(dist.get_process_group_ranks(group))
     sent = packed.to(_served(group, packed.device))
     received = sent.new_empty(len(ranks) * len(sent), sent.shape[1])
-    try:
-        dist.all_gather_into_tensor(received, sent, group=group)
-    except RuntimeError as error:
-        raise RuntimeError(
-            f"combining the gradient statistics of {said(ranks)} failed: {error}"
-        ) from error
+    with _naming(ranks):
+        _all_gather(received, sent, group=group)
     every = received.view(len(ranks), *sent.shape).to(packed.device)
     rows = every[:, HEADER:]
     return Gathered(
@@ -113,6 +160,25 @@ def gather(packed: Tensor, group: dist.ProcessGroup) -> Gathered:
         rows[:, :, tables.COLUMNS],
         every[:, :HEADER, tables.COLUMNS],
     )
+
+
+def any_of(flag: Tensor, group: dist.ProcessGroup) -> Tensor:
+    """Whether `flag`, 0-d bool, holds on any process of `group`. Errors as in `gather`."""
+    ranks = dist.get_process_group_ranks(group)
+    most = flag.to(_served(group, flag.device), torch.float32)
+    with _naming(ranks):
+        dist.all_reduce(most, dist.ReduceOp.MAX, group=group)
+    return most.to(flag.device) > 0
+
+
+@contextmanager
+def _naming(ranks: Sequence[int]) -> Iterator[None]:
+    try:
+        yield
+    except RuntimeError as error:
+        raise RuntimeError(
+            f"combining the gradient statistics of {said(ranks)} failed: {error}"
+        ) from error
 
 
 def combine(every: Tensor, counted: Tensor, p: float) -> Tensor:

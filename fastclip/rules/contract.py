@@ -51,6 +51,18 @@ class Decision(NamedTuple):
             units,
         )
 
+    def where_present(self, present: Tensor, state: State) -> "Decision":
+        """This decision for the tensors that have a gradient, `present`, ``[n]`` bool; for others,
+        and for all if the rule is not one per tensor and none has, coefficients of 1 and the old
+        `state`."""
+        if self.coef.dim() == 0:
+            return self.unless(~present.any(), state)
+        new = {
+            name: torch.where(present.view(-1, *[1] * (part.dim() - 1)), part, state[name])
+            for name, part in self.state.items()
+        }
+        return self._replace(coef=self.coef.masked_fill(~present, 1.0), state=new)
+
     def nonfinite(self) -> Tensor:
         """Whether a coefficient is NaN or infinite, 0-d bool, on the device of `coef`."""
         found = _nonfinite(self.coef)

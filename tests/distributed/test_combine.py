@@ -97,15 +97,17 @@ def test_packed_and_gathered() -> None:
     assert got.tables.equal(torch.stack([first, second]))
     assert got.counted.tolist() == [[True, False, False], [True, True, False]]
     assert got.present.tolist() == [True, True, False]
-    got.refuse_failed()
-    got.refuse_different("unused")
+    assert got.contributions()[0] == (4, 5)
+    assert got.known_failed() == []
+    got.settle("unused")
 
 
 def test_a_rank_that_failed_is_named() -> None:
     table = tables.empty(2.0, 1, torch.device("cpu"))
     got = gathered(pack(table, [0], 7), pack(table, [0], 7, failed=0))
-    with pytest.raises(RuntimeError, match=r"rank 0 could not measure its gradients"):
-        got.refuse_failed()
+    assert got.known_failed() == [0]
+    with pytest.raises(RuntimeError, match=r"^rank 0 could not measure its gradients"):
+        got.settle("unused")
 
 
 def test_different_rows_are_named() -> None:
@@ -114,7 +116,7 @@ def test_different_rows_are_named() -> None:
     assert all(0 <= checksum < 2**53 for checksum in checksums)
     got = gathered(*(pack(table, [0], checksum) for checksum in checksums))
     with pytest.raises(RuntimeError, match=r"^names differ, but rank 6 has others than rank 4\."):
-        got.refuse_different("names differ")
+        got.settle("names differ")
 
 
 @pytest.mark.parametrize(
