@@ -23,8 +23,8 @@ from torch.nn.parallel import DistributedDataParallel
 from fastclip import passes
 from fastclip import table as tables
 from fastclip.functional import order
-from fastclip.gradients import Listed
-from fastclip.ranks import RankStats, rank_stats, said
+from fastclip.gradients import Gradients, Listed
+from fastclip.ranks import RankStats, said
 from fastclip.stats import GradStats
 
 Hook = Callable[[Any, GradBucket], Future[Tensor]]
@@ -123,15 +123,11 @@ class Attribution:
         }
         names = tuple(name for name in self._names.values() if name in rows)
         numel, lines = zip(*(rows[name] for name in names), strict=True)
-        device = lines[0].device
+        table = torch.stack([line.to(lines[0].device) for line in lines])
         wide = any(part.dtype == torch.float64 for part in parts)
-        return GradStats.measured(
-            names,
-            numel,
-            torch.stack([line.to(device) for line in lines]),
-            self.norm_type,
-            torch.float64 if wide else torch.float32,
-        )
+        dtype = torch.float64 if wide else torch.float32
+        without_tensors = Gradients(names, numel, [], (1,) * len(names), {})
+        return GradStats.measured(without_tensors, table, self.norm_type, dtype)
 
     def by_rank(self, step: int = -1) -> list[RankStats]:
         """What each rank's gradients were: norm, maximum, and which were not finite.
@@ -186,9 +182,8 @@ class Attribution:
         return self._names[parameter]
 
     def _rank_stats(self, step: int) -> RankStats:
-        stats = self.local(step)
-        dtype = stats.total_norm.dtype
-        return rank_stats(dist.get_rank(), stats.table.cpu(), stats.names, self.norm_type, dtype)
+        (stats,) = self.local(step).cpu().by_rank()
+        return stats
 
     def _gather(self, mine: _Report) -> dict[int, _Report]:
         """The reports of all, by rank."""
