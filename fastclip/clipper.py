@@ -5,7 +5,7 @@ from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from copy import copy
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -24,6 +24,11 @@ from fastclip.rules import MaxNorm, Rule
 from fastclip.scaling import WithoutScaler, optimizers_of, scale_of
 from fastclip.stats import GradStats
 from fastclip.step import Settings, Step
+
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
+
+    from fastclip.distributed.groups import Groups
 
 VERSION = 1  # of the format of `state_dict`
 KEYS = ("version", "counters", "rule", "state")
@@ -83,6 +88,8 @@ class GradClipper:
         rule: Rule | None = None,
         norm_type: float | str = 2.0,
         nonfinite: Policy = "skip",
+        process_group: "ProcessGroup | Sequence[ProcessGroup] | None" = None,
+        counts: Callable[[str, Tensor], bool] | None = None,
         overlap: bool = False,
     ) -> None:
         self._listing = Listing(parameters)
@@ -94,8 +101,9 @@ class GradClipper:
         self._counters = Counters()
         self._remembered = Remembered(chosen)
         self._warned = False  # of an optimizer with other parameters
+        self._groups = self._met(process_group, counts)
         if chosen.per_tensor and chosen.init(0, torch.device("cpu")):
-            _require_distinct(self._listing.labels())
+            _require_distinct(self._names())
         self.overlap = Overlap(self._settings.p) if overlap else None
         if self.overlap is not None:
             self.overlap.watch(self._listing.read()[0])
@@ -123,8 +131,9 @@ class GradClipper:
             ValueError: an enabled scaler with ``nonfinite="zero"``; a gradient of none of the
                 optimizers given with a scaler; or a schedule gave a negative or NaN threshold.
         """
-        loss_scale = scale_of(optimizer, scaler, self._settings.policy)
-        stats, _ = self._advance(loss_scale, ())
+        with self._attended():
+            loss_scale = scale_of(optimizer, scaler, self._settings.policy)
+            stats, _ = self._advance(loss_scale, ())
         for each in loss_scale.optimizers:  # of the scaler's steps to come
             folding.ready_to_skip(each)
         return stats
@@ -144,11 +153,12 @@ class GradClipper:
         Errors as in `clip_`; and a `TypeError` for an optimizer whose step needs a closure, as that
         of LBFGS: call `clip_` inside the closure.
         """
-        optimizers = optimizers_of(optimizer)
-        for each in optimizers:
-            stepping.refuse_closure(each)
-        loss_scale = scale_of(optimizers, scaler, self._settings.policy)
-        stats, grad_scale = self._advance(loss_scale, optimizers)
+        with self._attended():
+            optimizers = optimizers_of(optimizer)
+            for each in optimizers:
+                stepping.refuse_closure(each)
+            loss_scale = scale_of(optimizers, scaler, self._settings.policy)
+            stats, grad_scale = self._advance(loss_scale, optimizers)
         skips = loss_scale.enabled or self._settings.policy == "skip"
         stepping.take(optimizers, loss_scale, stats.found_inf if skips else None, grad_scale)
         if self.overlap is not None:
@@ -165,8 +175,9 @@ class GradClipper:
         Never raises for elements that are not finite. Under ``nonfinite="zero"``, where there may
         be such elements, this works on a copy of the gradients.
         """
-        step = self._step(WithoutScaler(), copy(self._remembered))
-        return step.decide(dry=True).stats()
+        with self._attended():
+            step = self._step(WithoutScaler(), copy(self._remembered))
+            return step.decide(dry=True).stats()
 
     def accumulating(self) -> AbstractContextManager[None]:
         """For ``with``, around the backward of each micro-batch of an accumulation but the last:
@@ -215,7 +226,7 @@ class GradClipper:
         names = state_dict["state"]
         counters, remembered = Counters(), copy(self._remembered)
         counters.load(state_dict["counters"])
-        extra = remembered.load(names, self._listing.labels())
+        extra = remembered.load(names, self._names())
         self._counters, self._remembered = counters, remembered
         if extra:
             more = f" and {len(extra) - SHOWN} more" if len(extra) > SHOWN else ""
@@ -230,10 +241,27 @@ class GradClipper:
     def __repr__(self) -> str:
         rule, p, policy = self._settings
         overlap = "" if self.overlap is None else f", overlap={self.overlap!r}"
+        groups = "" if self._groups is None else f", process_group=<{self._groups!r}>"
         return (
             f"GradClipper({len(self._listing.read()[0])} parameters, rule={rule!r}, norm_type={p}, "
-            f"nonfinite={policy!r}{overlap})"
+            f"nonfinite={policy!r}{groups}{overlap})"
         )
+
+    def _met(self, process_group: Any, counts: Any) -> "Groups | None":
+        if process_group is not None:
+            from fastclip.distributed.groups import Groups
+
+            return Groups(process_group, counts, *self._listing.read(), self._settings)
+        if counts is not None:
+            raise TypeError("counts is for the parameters of a process_group, and there is none")
+        return None
+
+    def _attended(self) -> AbstractContextManager[None]:
+        return nullcontext() if self._groups is None else self._groups.attended()
+
+    def _names(self) -> Sequence[str]:
+        """Of all parameters whose gradients have a row: under process groups, those of all ranks"""
+        return self._listing.labels() if self._groups is None else self._groups.names
 
     def _step(self, loss_scale: WithoutScaler, remembered: Remembered) -> Step:
         parameters, names = self._listing.read()
@@ -251,6 +279,7 @@ class GradClipper:
             loss_scale,
             self._measure,
             remembered.rows,
+            self._groups,
         )
 
     def _measure(self, listed: Listed, inv_scale: Tensor | None) -> tuple[Gradients, Tensor]:
@@ -275,7 +304,7 @@ class GradClipper:
         if not folds and not self._warned:
             self._warn_of_strangers(optimizers, step.parameters)
         grad_scale = None
-        if not folds and step.at_once and self.overlap is None:
+        if not folds and step.at_once and self.overlap is None and self._groups is None:
             decided = step.clip_at_once_()
         else:
             decided = step.decide()

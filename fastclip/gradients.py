@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from fastclip.ranks import Contributions
 
 if TYPE_CHECKING:
+    from fastclip.distributed.groups import United
     from fastclip.distributed.shards import Spread
 
 Parameters = Tensor | nn.Module | Iterable[Tensor] | Iterable[tuple[str, Tensor]]
@@ -73,7 +74,8 @@ class Listed:
 
     def called(self, label: str) -> str:
         """How an error calls the gradient of that label."""
-        return f"gradient {label!r}" if self.names else f"the gradient at position {label}"
+        known = self.names is not None
+        return f"gradient {label!r}" if known else f"the gradient at position {label}"
 
     def labels(self) -> tuple[str, ...]:
         """For each gradient its name, else its 0-based position among all entries."""
@@ -117,6 +119,9 @@ class Gradients:
     `sparse` has only the rows, by number, of uncoalesced gradients. With `spread`, `tensors` are
     what this process holds of tensors of `numel` elements; `contributions` then tell what each
     process held when they were measured first.
+
+    With `united`, of process groups, `names` and `numel` are of the rows of all ranks, and the
+    other fields of this rank's gradients.
     """
 
     names: tuple[str, ...]
@@ -126,6 +131,7 @@ class Gradients:
     sparse: dict[int, tuple[Tensor, Tensor]]
     spread: "Spread | None" = None
     contributions: Contributions | None = None
+    united: "United | None" = None
 
     @classmethod
     def of_rows(cls, rows: Sequence[Row]) -> "Gradients":
@@ -201,7 +207,7 @@ def entries_of(parameters: Any, none_allowed: bool) -> tuple[list[Any], list[str
             "parameters is an exhausted generator: there are no gradients to clip or measure",
             stacklevel=4,
         )
-    if set(map(type, entries)) <= _PLAIN:
+    if all(issubclass(kind, Tensor) for kind in set(map(type, entries))):
         return entries, None
     pairs = [_pair(entry, position, none_allowed) for position, entry in enumerate(entries)]
     named = any(isinstance(entry, tuple) for entry in entries)

@@ -26,7 +26,8 @@ def active(gradients: Listed | Gradients) -> ModuleType:
 
     Operators know of one process: what several hold goes through here always.
     """
-    if gradients.spread is not None:
+    united = isinstance(gradients, Gradients) and gradients.united is not None
+    if united or gradients.spread is not None:
         return sys.modules[__name__]
     # A dispatch mode (make_fx, FakeTensorMode) sees operators alone; asking costs 50 ns.
     if torch.compiler.is_compiling() or torch._C._len_torch_dispatch_stack() > 0:
@@ -76,6 +77,8 @@ def _measure_spread(
 
 def measure_again(found: Gradients, p: float, inv_scale: Tensor | None = None) -> Tensor:
     """The table of gradients that have been sorted out already."""
+    if found.united is not None:
+        return found.united.measure_again(found, p, inv_scale)
     if found.spread is None:
         return _measure_again(found, p, inv_scale, {})
     reduced = found.spread.reduced(found.tensors)
@@ -160,6 +163,8 @@ def rescale_(listed: Listed, coef: Tensor) -> None:
 @torch.no_grad()
 def scale_(found: Gradients, coef: Tensor) -> None:
     """Multiply the gradients in place by `coef`, float64, 0-d or ``[n]``."""
+    if found.united is not None and coef.dim() > 0:
+        coef = found.united.own(coef)
     for device, rows in found.by_device().items():
         own = coef
         if coef.dim() > 0 and len(rows) < len(coef):  # not by an index, which would be sent

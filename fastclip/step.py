@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Callable, Sequence
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 from torch import Tensor
@@ -35,6 +35,9 @@ ELSEWHERE = (
 
 _CAPPED = (ZClip, LogZ, AutoClip)  # one threshold, of `max_norm` where it does not bind
 
+if TYPE_CHECKING:
+    from fastclip.distributed.groups import Groups
+
 Measure = Callable[[Listed, Tensor | None], tuple[Gradients, Tensor]]
 Rows = Callable[[tuple[str, ...], torch.device], State]  # the rule's state of these gradients
 
@@ -57,6 +60,7 @@ class Step(NamedTuple):
     loss_scale: WithoutScaler
     measure: Measure
     rows: Rows
+    groups: "Groups | None" = None  # with which the gradients make one whole
 
     @property
     def at_once(self) -> bool:
@@ -95,13 +99,8 @@ class Step(NamedTuple):
         limit: float | Tensor | None = None
         if type(rule) is MaxNorm:  # asked first: a schedule may give what is no threshold
             limit = rule.limit(self.number)
-        found, table = self.measure(self.listed, self.loss_scale.inv_scale)
+        found, table, elsewhere = self._read()
         bad = tables.found_nonfinite(table)
-        elsewhere = self.loss_scale.found_elsewhere(bad.device)
-        if found.spread is not None and not self.loss_scale.alone:
-            elsewhere = found.spread.agree(
-                torch.zeros_like(bad) if elsewhere is None else elsewhere
-            )
         if elsewhere is not None:
             bad = bad | elsewhere
         if chosen == "error" and not dry:
@@ -128,8 +127,22 @@ class Step(NamedTuple):
                 decision = decision.unless(bad, state)
         else:
             total, decision = torch.zeros_like(total), _nothing(rule, limit, table)
-        dtype = tables.result_dtype(found.tensors)
+        own = tables.result_dtype(found.tensors)
+        dtype = own if found.united is None else found.united.dtype
         return Decided(self.settings, self.loss_scale, found, table, dtype, total, decision, bad)
+
+    def _read(self) -> tuple[Gradients, Tensor, Tensor | None]:
+        """The gradients and their table; and whether an element elsewhere is not finite."""
+        if self.groups is not None:
+            elsewhere = self.loss_scale.found_elsewhere(self.groups.device)
+            found, table = self.measure(self.listed, self.loss_scale.inv_scale)
+            return self.groups.unite(found, table, elsewhere)
+        found, table = self.measure(self.listed, self.loss_scale.inv_scale)
+        elsewhere = self.loss_scale.found_elsewhere(table.device)
+        if found.spread is not None and not self.loss_scale.alone:
+            never = torch.zeros((), dtype=torch.bool, device=table.device)
+            elsewhere = found.spread.agree(never if elsewhere is None else elsewhere)
+        return found, table, elsewhere
 
     def _zeroed(
         self, rule: Rule, found: Gradients, table: Tensor, bad: Tensor, dry: bool
@@ -160,8 +173,8 @@ class Step(NamedTuple):
             total,
             tables.norms(table, self.settings.p),
             self.number,
-            _of_rows(self.parameters, self.listed, found),
-            found.tensors,
+            () if found.united else _of_rows(self.parameters, self.listed, found),
+            () if found.united else found.tensors,
             self.loss_scale.inv_scale,
         )
         try:

@@ -218,7 +218,7 @@ def spread_of(
     sources: Sequence[Tensor | None] = parameters or tensors
     if not any(isinstance(each, DTensor) and each.device_mesh.size() > 1 for each in sources):
         return None
-    world, seen = _world(), set[int]()
+    layouts, seen = _Layouts(), set[int]()
     places: list[Tensor | None] = []
     spread = Spread([], [], [], {}, combine.checksum_of(names))
     for position, tensor in enumerate(tensors):
@@ -235,22 +235,41 @@ def spread_of(
             continue
         layout, local = None, source
         if isinstance(source, DTensor):
-            layout = _layout(source, world)
+            layout, local = layouts.of(source), _local(source)
             if layout is None:
                 raise TypeError(_not_linear(called(names[position]), source))
-            local = _local(source)
             if tensor is not None and layout.reduced is not None:
                 partial = PartialOf(layout, local.shape, source.shape, source.stride())
                 spread.partial[len(spread.numel)] = partial
         spread.layouts.append(layout)
-        spread.numel.append(source.numel())
+        # of a DTensor: numel() takes 0.6 us
+        spread.numel.append(source.numel() if layout is None else source._spec.shape.numel())
         spread.present.append(tensor is not None)
         places.append(local.detach().new_empty(0) if tensor is None else local)
     return places, spread
 
 
+class _Layouts:
+    """The layouts of the DTensors of a list, of which most are like the one before, down to the very
+    objects: then nothing has to be hashed, which takes 2 us."""
+
+    def __init__(self) -> None:
+        self._world = _world()
+        self._last: tuple[object, object, int, Layout | None] = (None, None, 0, None)
+
+    def of(self, source: DTensor) -> Layout | None:
+        """None if it is partial in a way that is not linear."""
+        spec = source._spec
+        mesh, placements, dims, layout = self._last
+        if mesh is spec.mesh and placements == spec.placements:
+            if layout is not None and (layout.reduced is None or dims == source.dim()):
+                return layout
+        layout = _layout(source, self._world)
+        self._last = spec.mesh, spec.placements, source.dim(), layout
+        return layout
+
+
 def _layout(source: DTensor, world: _World) -> Layout | None:
-    """None if it is partial in a way that is not linear."""
     spec = source._spec
     key = (spec.mesh, spec.placements)
     if key not in world.layouts:
@@ -325,6 +344,11 @@ def _reduced(stored: Tensor, partial: PartialOf) -> Tensor:
     )
     part = _local(whole.redistribute(layout.mesh, layout.reduced))
     return part if layout.divisor == 1 else part / layout.divisor
+
+
+def held(parameters: Sequence[Tensor]) -> list[Tensor]:
+    """The parts of parameters that this process has."""
+    return [_local(each).detach() if isinstance(each, DTensor) else each for each in parameters]
 
 
 def _local(source: DTensor) -> Tensor:
