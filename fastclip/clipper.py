@@ -269,7 +269,8 @@ class GradClipper:
             self.overlap.watch(parameters)
             if loss_scale.enabled and loss_scale.inv_scale is None:
                 self.overlap.forget()  # the user has unscaled them, which leaves no mark
-        listed = Listed([parameter.grad for parameter in parameters], names, parameters)
+        alone = self._groups is not None
+        listed = Listed([parameter.grad for parameter in parameters], names, parameters, alone)
         loss_scale.add_others(parameters, listed)
         return Step(
             self._settings,

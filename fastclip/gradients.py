@@ -45,17 +45,22 @@ class Listed:
     of, a place for every entry, where that is known.
 
     Where DTensors over several processes are among them, `tensors` are what this process holds,
-    and `spread` tells of what: then every parameter that requires a gradient has a tensor.
+    and `spread` tells of what: then every parameter that requires a gradient has a tensor. The
+    others are the same on all of them, or with `alone` this process's own.
     """
 
     def __init__(
-        self, tensors: list[Any], names: Sequence[str] | None, parameters: Sequence[Tensor] = ()
+        self,
+        tensors: list[Any],
+        names: Sequence[str] | None,
+        parameters: Sequence[Tensor] = (),
+        alone: bool = False,
     ) -> None:
         kinds = set(map(type, tensors))  # one call for thousands of tensors: 18 ns each
         self.names = names
         self.parameters = parameters
         self.spread: Spread | None = None
-        if not kinds <= _PLAIN and (of_shards := _spread(tensors, self)) is not None:
+        if not kinds <= _PLAIN and (of_shards := _spread(tensors, self, alone)) is not None:
             tensors, self.spread = of_shards
             kinds = set(map(type, tensors))
         self.tensors: list[Tensor | None] = tensors
@@ -91,7 +96,7 @@ def _labels(names: Sequence[str] | None, n: int) -> Sequence[str]:
     return names or [str(position) for position in range(n)]
 
 
-def _spread(tensors: list[Any], listed: Listed) -> "tuple[list[Any], Spread] | None":
+def _spread(tensors: list[Any], listed: Listed, alone: bool) -> "tuple[list[Any], Spread] | None":
     """What this process holds, and of what, if there are DTensors over several processes."""
     # nobody has a DTensor without this module
     if torch.compiler.is_compiling() or "torch.distributed.tensor" not in sys.modules:
@@ -99,7 +104,7 @@ def _spread(tensors: list[Any], listed: Listed) -> "tuple[list[Any], Spread] | N
     from fastclip.distributed import shards
 
     names = _labels(listed.names, len(tensors))
-    return shards.spread_of(tensors, listed.parameters, names, listed.called)
+    return shards.spread_of(tensors, listed.parameters, names, listed.called, alone)
 
 
 class Row(NamedTuple):

@@ -5,9 +5,9 @@ each works out the same rows. At every step one `all_gather` per group moves wha
 measured.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import fields, is_dataclass, replace
+from dataclasses import replace
 from typing import Any, NamedTuple, NoReturn
 
 import torch
@@ -17,21 +17,16 @@ from torch import Tensor
 from fastclip import passes
 from fastclip import table as tables
 from fastclip.distributed import combine
-from fastclip.distributed.roster import Roster, Share, sources, unite
+from fastclip.distributed.meeting import Card, described, groups_of, held, meet, refuse_rule
+from fastclip.distributed.roster import Roster
 from fastclip.gradients import Gradients
 from fastclip.ranks import Contributions, said
-from fastclip.rules import AGC, Rule
 from fastclip.step import Settings
 
-SHOWN = 10  # names that an error lists
-
 OTHERS = (
-    "a GradClipper with a process_group keeps to the parameters that required a gradient when it was "
-    "built (for others, build a new GradClipper on all ranks)"
+    "a GradClipper with a process_group keeps to the parameters that required a gradient when it "
+    "was built (for others, build a new GradClipper on all ranks)"
 )
-
-Counts = Callable[[str, Tensor], bool]
-ProcessGroups = dist.ProcessGroup | Sequence[dist.ProcessGroup]
 
 
 class United(NamedTuple):
@@ -74,11 +69,11 @@ class Groups:
         groups = groups_of(process_group)
         own, error = Roster((dist.get_rank(),), (), {}), None
         try:
-            _refuse_rule(settings.rule)
+            refuse_rule(settings.rule)
             own = held(tensors, names, counts)
         except Exception as met:  # raised when the others have been told
             error = met
-        mine = Card(dist.get_rank(), own, _described(settings), tables.result_dtype(tensors))
+        mine = Card(dist.get_rank(), own, described(settings), tables.result_dtype(tensors))
         self._all, self._dtype, self._meetings = meet(groups, mine, error)
         self._own, self._p = own, settings.p
         self.device = tensors[0].device if tensors else torch.device("cpu")
@@ -128,7 +123,7 @@ class Groups:
             each.settle(OTHERS)
         every = every.view(len(self._all.ranks), len(self._all.names), -1)
         parts, present = every.split([tables.COLUMNS, 1], 2)
-        contributions = Contributions(self._all.ranks, parts, present.amax((0, 2)) > 0)
+        contributions = self._contributions(parts, present.amax((0, 2)) > 0)
         rows = [self._rows[name] for name in found.names]
         united = replace(
             found,
@@ -168,13 +163,31 @@ class Groups:
             every = every.index_select(0, index)
         return every, flag, unsettled
 
+    def _contributions(self, parts: Tensor, present: Tensor) -> Contributions:
+        """Those of ranks, without what meshes have made of them."""
+        ranks = self._all.ranks
+        real = [number for number, rank in enumerate(ranks) if rank >= 0]
+        if len(real) < len(ranks):
+            parts = parts.index_select(0, _index(real, parts.device))
+        return Contributions(tuple(ranks[number] for number in real), parts, present)
+
     def _placed(self, found: Gradients, table: Tensor) -> Tensor:
-        """The rows of this rank's roster, with flags: ``[size, 6]``."""
-        rows = torch.cat([table, table.new_full((len(table), 1), combine.PRESENT)], 1)
-        if found.names == self._own.names:
-            return rows
+        """The contributions of this rank's roster, with flags: ``[size, 6]``."""
+        held, ranks, me = found.contributions, self._own.ranks, dist.get_rank()
+        flags = table.new_full((len(table), 1), combine.PRESENT)
+        if held is not None:
+            flags = flags * held.present[:, None]
+        if found.names == self._own.names and len(ranks) == 1:
+            return torch.cat([table, flags], 1)
         places = _index([self._places[name] for name in found.names], table.device)
-        return self._nothing(self._own.size, table.device).index_copy(0, places, rows)
+        every = self._nothing(self._own.size, table.device)
+        every = every.view(len(ranks), len(self._own.names), every.shape[1])
+        parts = {} if held is None else dict(zip(held.ranks, held.tables, strict=True))
+        for number, rank in enumerate(ranks):
+            if rank < 0 or rank == me or rank in parts:
+                part = torch.cat([parts.get(rank, table), flags], 1)
+                every[number].index_copy_(0, places, part)
+        return every.flatten(0, 1)
 
     def _nothing(self, n: int, device: torch.device) -> Tensor:
         """Rows without elements, with their flags, ``[n, 6]``."""
@@ -189,13 +202,20 @@ class Groups:
         return self._sent[device]
 
     def __repr__(self) -> str:
-        return said(self._all.ranks)
+        return said(rank for rank in self._all.ranks if rank >= 0)
 
     def __reduce__(self) -> NoReturn:
         raise TypeError(
             "a GradClipper with a process_group can be neither pickled nor copied: the group is of "
             "this process. Build a new one, and give it the state_dict of this one"
         )
+
+
+class _Sent(NamedTuple):
+    """What steps need on a device."""
+
+    counted: Tensor  # [ranks, names] bool
+    sources: list[Tensor]  # of each meeting
 
 
 def _index(places: Sequence[int], device: torch.device) -> Tensor:
@@ -211,169 +231,3 @@ def _troubled(gathered: combine.Gathered, checksum: int) -> list[int]:
     pairs = zip(gathered.ranks, header, strict=True)
     different = [rank for rank, own in pairs if own[combine.CHECKSUM] != checksum]
     return gathered.known_failed() + different
-
-
-def _described(settings: Settings) -> str:
-    """What has to be the same on all ranks, as far as it can be compared."""
-    rule: Any = settings.rule
-    options = {f.name: getattr(rule, f.name) for f in fields(rule)} if is_dataclass(rule) else {}
-    numbers = (f"{k}={v!r}" for k, v in options.items() if v is None or isinstance(v, (int, float)))
-    return (
-        f"{type(rule).__name__}({', '.join(numbers)}), norm_type={settings.p:g}, "
-        f"nonfinite={settings.policy!r}"
-    )
-
-
-def _refuse_rule(rule: Rule) -> None:
-    if isinstance(rule, AGC):
-        raise TypeError(
-            "AGC looks at whole gradients and parameters, of which a rank of a process_group may "
-            "hold a shard: take AdaGC, which clips each tensor by its norm, or another rule"
-        )
-
-
-class _Sent(NamedTuple):
-    """What steps need on a device."""
-
-    counted: Tensor  # [ranks, names] bool
-    sources: list[Tensor]  # of each meeting
-
-
-class Card(NamedTuple):
-    """What a member tells the others of a group."""
-
-    rank: int
-    roster: Roster
-    settings: str  # on which all have to agree
-    dtype: torch.dtype  # of the norms of its gradients
-    error: str | None = None  # why it cannot go on
-
-
-class Meeting(NamedTuple):
-    """What came of a group's exchange, for its steps."""
-
-    group: dist.ProcessGroup
-    places: int  # of the largest contributions of a member
-    sources: list[int]  # see `roster.sources`; what there is none of is after all contributions
-    checksum: int  # of the rows
-
-
-def groups_of(process_group: Any) -> list[dist.ProcessGroup]:
-    """One group or several, as a list."""
-    if isinstance(process_group, Sequence) and not isinstance(process_group, str):
-        groups = [*process_group]
-    else:
-        groups = [process_group]
-    for group in groups:
-        if group == dist.GroupMember.NON_GROUP_MEMBER:
-            raise ValueError(
-                "process_group holds a group that this process is not a member of: "
-                "torch.distributed.new_group gives the group itself to its members only"
-            )
-        if not isinstance(group, dist.ProcessGroup):
-            raise TypeError(
-                "process_group must be a torch.distributed.ProcessGroup or a sequence of them, "
-                f"got {type(group).__name__}"
-            )
-    if len(set(map(id, groups))) < len(groups):
-        raise ValueError(f"a group comes twice among the {len(groups)} of process_group")
-    return groups
-
-
-def held(tensors: Sequence[Tensor], names: Sequence[str] | None, counts: Counts | None) -> Roster:
-    """The roster of this rank alone: its parameters that require a gradient or have one."""
-    if names is None and tensors:
-        raise ValueError(
-            "process_group combines parameters by their names, and these have none: pass the "
-            "module, or (name, Tensor) pairs with the names that they have in the whole model"
-        )
-    rank = dist.get_rank()
-    shares: dict[tuple[int, str], Share] = {}
-    for name, tensor in zip(names or (), tensors, strict=True):
-        if not takes_part(tensor):
-            continue
-        if (rank, name) in shares:
-            raise ValueError(
-                f"the name {name!r} comes more than once in parameters, and process_group combines "
-                "them by their names"
-            )
-        shares[rank, name] = Share(tensor.numel(), _counts(name, tensor, counts))
-    return Roster((rank,), tuple(name for _, name in shares), shares)
-
-
-def takes_part(parameter: Tensor) -> bool:
-    return parameter.requires_grad or parameter.grad is not None
-
-
-def _counts(name: str, parameter: Tensor, counts: Counts | None) -> bool:
-    answer: Any = True if counts is None else counts(name, parameter)
-    if not isinstance(answer, bool):
-        raise TypeError(f"counts must return True or False, got {answer!r:.80} for {name!r}")
-    return answer
-
-
-def meet(
-    groups: Sequence[dist.ProcessGroup], mine: Card, error: Exception | None = None
-) -> tuple[Roster, torch.dtype, list[Meeting]]:
-    """Exchange cards over each group in turn: the rows of all, the dtype of norms, and what steps
-    need of each group.
-
-    A collective, in which a rank takes part to the end whatever is wrong, with it or with another
-    rank. Raises its own `error`; else `RuntimeError` with that of another, or `ValueError` where
-    settings differ or a name counts nowhere.
-    """
-    meetings = []
-    for group in groups:
-        mine = mine._replace(error=None if error is None else f"{type(error).__name__}: {error}")
-        cards = _exchanged(group, mine)
-        error = error or _disagreement(cards)
-        members = [card.roster for card in cards]
-        roster = unite(members)
-        places = max(member.size for member in members)
-        checksum = combine.checksum_of(roster.names)
-        meetings.append(Meeting(group, places, sources(members, roster), checksum))
-        wide = any(card.dtype == torch.float64 for card in cards)
-        mine = mine._replace(roster=roster, dtype=torch.float64 if wide else torch.float32)
-    error = error or _of_uncounted(mine.roster)
-    if error is not None:
-        raise error
-    return mine.roster, mine.dtype, meetings
-
-
-def _exchanged(group: dist.ProcessGroup, card: Card) -> list[Card]:
-    cards: list[Any] = [None] * dist.get_world_size(group)
-    try:
-        dist.all_gather_object(cards, card, group=group)
-    except RuntimeError as error:  # a rank has died, or never came
-        ranks = said(dist.get_process_group_ranks(group))
-        raise RuntimeError(
-            f"exchanging the names of parameters between {ranks} failed: {error}"
-        ) from error
-    return cards
-
-
-def _disagreement(cards: Sequence[Card]) -> Exception | None:
-    for card in cards:
-        if card.error is not None:
-            return RuntimeError(f"rank {card.rank} could not build its GradClipper: {card.error}")
-    first = cards[0]
-    for card in cards:
-        if card.settings != first.settings:
-            return ValueError(
-                "the GradClippers of a process group must be alike: that of rank "
-                f"{first.rank} has {first.settings}, that of rank {card.rank} {card.settings}"
-            )
-    return None
-
-
-def _of_uncounted(roster: Roster) -> Exception | None:
-    names = roster.uncounted()
-    if not names:
-        return None
-    more = f" and {len(names) - SHOWN} more" if len(names) > SHOWN else ""
-    shown = ", ".join(map(repr, names[:SHOWN]))
-    return ValueError(
-        f"counts is False on every rank that holds {shown}{more} "
-        f"({said(roster.holders(names[0]))} of the first): its gradient would be clipped by a norm "
-        "that it is not part of"
-    )

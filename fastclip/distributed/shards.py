@@ -64,7 +64,7 @@ class _World:
     # None: of partial ones, which are by number of dimensions as well
     layouts: dict[tuple[DeviceMesh, Placements], Layout | None] = field(default_factory=dict)
     partial: dict[tuple[DeviceMesh, Placements, int], Layout] = field(default_factory=dict)
-    plans: dict[tuple[int, ...], list[Gathering]] = field(default_factory=dict)
+    plans: dict[tuple[bool | int, ...], list[Gathering]] = field(default_factory=dict)
     groups: dict[tuple[int, ...], dist.ProcessGroup] = field(default_factory=dict)
 
 
@@ -78,11 +78,12 @@ class Spread:
     `rows` are the places of the rows of a table, None if those are all in order.
     """
 
-    layouts: list[Layout | None]  # None: no DTensor, the same on every process
+    layouts: list[Layout | None]  # None: no DTensor
     numel: list[int]  # of the whole tensor
     present: list[bool]  # whether this process has it
     partial: dict[int, PartialOf]  # by place
     checksum: int
+    alone: bool  # whether what is no DTensor is this process's own; else every process has it
     rows: tuple[int, ...] | None = None
 
     def of_rows(self, places: Sequence[int]) -> "Spread":
@@ -191,12 +192,12 @@ class Spread:
     def _plan(self) -> list[Gathering]:
         """The collectives, in the order in which their processes first come in the list."""
         world = _world()
-        key = tuple(map(id, self.layouts))  # of layouts that the same object keeps
+        key = (self.alone, *map(id, self.layouts))  # of layouts that the same object keeps
         plan = world.plans.get(key)
         if plan is None:
             if len(world.plans) >= PLANS:
                 world.plans.clear()
-            plan = world.plans[key] = _planned(self.layouts, world)
+            plan = world.plans[key] = _planned(self.layouts, self.alone, world)
         return plan
 
 
@@ -205,6 +206,7 @@ def spread_of(
     parameters: Sequence[Tensor],
     names: Sequence[str],
     called: Callable[[str], str],
+    alone: bool,
 ) -> tuple[list[Tensor | None], Spread] | None:
     """What this process holds of `tensors`, in the same places, and how they are spread; None if
     none of them is a DTensor over more than one process.
@@ -220,7 +222,11 @@ def spread_of(
         return None
     layouts, seen = _Layouts(), set[int]()
     places: list[Tensor | None] = []
-    spread = Spread([], [], [], {}, combine.checksum_of(names))
+    shared = names
+    if alone:
+        pairs = zip(names, sources, strict=True)
+        shared = [name for name, source in pairs if isinstance(source, DTensor)]
+    spread = Spread([], [], [], {}, combine.checksum_of(shared), alone)
     for position, tensor in enumerate(tensors):
         source = tensor
         if parameters:
@@ -356,9 +362,11 @@ def _local(source: DTensor) -> Tensor:
     return local.wait() if isinstance(local, AsyncCollectiveTensor) else local
 
 
-def _planned(layouts: Sequence[Layout | None], world: _World) -> list[Gathering]:
-    """Tensors that are no DTensors are the same everywhere: they ride along with the largest set of
-    processes, the first of those, where the first process counts."""
+def _planned(layouts: Sequence[Layout | None], alone: bool, world: _World) -> list[Gathering]:
+    """Tensors that are no DTensors are the same everywhere, unless they are this process's `alone`:
+    they ride along with the largest set of processes, the first of those, where its first process
+    counts.
+    """
     plan: dict[tuple[int, ...], Gathering] = {}
     for layout in layouts:
         if layout is not None and len(layout.ranks) > 1 and layout.ranks not in plan:
@@ -368,6 +376,8 @@ def _planned(layouts: Sequence[Layout | None], world: _World) -> list[Gathering]
     largest = max(plan.values(), key=lambda gathering: len(gathering.ranks))
     me = dist.get_rank()
     for place, layout in enumerate(layouts):
+        if layout is None and alone:
+            continue
         gathering = largest if layout is None else plan.get(layout.ranks)
         if gathering is not None:
             gathering.members.append(place)

@@ -26,7 +26,7 @@ from types import TracebackType
 from typing import Any, NamedTuple
 
 BEGIN = 60.0  # seconds that a process may take to start: it waits for imports
-TIMEOUT = 10.0  # of the process groups
+TIMEOUT = 30.0  # of the process groups; a busy machine takes its time
 
 _PRELOAD = [
     *("torch", "torch.distributed.fsdp", "torch.distributed.tensor.parallel"),
@@ -85,7 +85,7 @@ class Pool:
         size: int,
         job: Callable[..., Any],
         *arguments: Any,
-        seconds: float = 20.0,
+        seconds: float = 60.0,
         timeout: float = TIMEOUT,
         dying: Collection[int] = (),
         **named: Any,

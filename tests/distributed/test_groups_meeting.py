@@ -9,42 +9,42 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from fastclip.distributed import groups
+from fastclip.distributed import meeting
 from fastclip.distributed.roster import Roster
 from tests.distributed.ranks import Pool
 
 Names = tuple[tuple[str, ...], ...]
 
 
-def card(roster: Roster | None = None, settings: str = "alike") -> groups.Card:
+def card(roster: Roster | None = None, settings: str = "alike") -> meeting.Card:
     rank = dist.get_rank()
     own = roster or Roster((rank,), (), {})
-    return groups.Card(rank, own, settings, torch.float64 if rank == 1 else torch.float32)
+    return meeting.Card(rank, own, settings, torch.float64 if rank == 1 else torch.float32)
 
 
 def rosters(layout: Names, groupings: list[list[list[int]]]) -> Any:
-    """Each rank holds tensors of these names, "-name" for a copy; the roster after all groups."""
+    """Each rank holds tensors of these names, "-name" for a copy; the roster after all meeting."""
     rank = dist.get_rank()
     names = [name.strip("-") for name in layout[rank]]
     tensors = [torch.ones(rank + 1, requires_grad=True) for _ in names]
     made = [dist.new_subgroups_by_enumeration(grouping)[0] for grouping in groupings]
-    mine = groups.held(tensors, names, lambda name, _: f"-{name}" not in layout[rank])
-    united, _, meetings = groups.meet(made, card(mine))
-    return united, [meeting.places for meeting in meetings]
+    mine = meeting.held(tensors, names, lambda name, _: f"-{name}" not in layout[rank])
+    united, _, met = meeting.meet(made, card(mine))
+    return united, [each.places for each in met]
 
 
 def raised(kind: str) -> str:
     """What each rank raises where rank 1 has something wrong."""
-    rank, world = dist.get_rank(), groups.groups_of(dist.group.WORLD)
+    rank, world = dist.get_rank(), meeting.groups_of(dist.group.WORLD)
     settings, error, mine = "alike", None, None
     if kind == "settings":
         settings = f"those of {rank}"
     elif kind == "counts":
-        mine = groups.held([torch.ones(2, requires_grad=True)], ["x"], lambda *_: False)
+        mine = meeting.held([torch.ones(2, requires_grad=True)], ["x"], lambda *_: False)
     elif rank == 1:
         error = LookupError("what rank 1 lacks")
     try:
-        groups.meet(world * 2, card(mine, settings), error)  # in one group after the other
+        meeting.meet(world * 2, card(mine, settings), error)  # in one group after the other
     except Exception as met:
         return f"{type(met).__name__}: {met}"
     return "nothing"
@@ -56,7 +56,7 @@ def left_alone() -> tuple[str, float]:
         os._exit(1)
     start = time.monotonic()
     with pytest.raises(RuntimeError) as error:
-        groups.meet(groups.groups_of(dist.group.WORLD), card())
+        meeting.meet(meeting.groups_of(dist.group.WORLD), card())
     return str(error.value), time.monotonic() - start
 
 
@@ -121,9 +121,9 @@ def test_what_cannot_be_exchanged(
     monkeypatch: pytest.MonkeyPatch, names: list[str] | None, answer: Any, error: str
 ) -> None:
     monkeypatch.setattr(dist, "get_rank", lambda: 0)
-    tensors = [torch.ones(1, requires_grad=True)] * 2
+    tensors = [torch.ones(1, requires_grad=True) for _ in range(2)]
     with pytest.raises((TypeError, ValueError), match=error):
-        groups.held(tensors, names, lambda name, parameter: answer)
+        meeting.held(tensors, names, lambda name, parameter: answer)
 
 
 def test_counts_is_asked_once_for_what_takes_part(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -135,7 +135,7 @@ def test_counts_is_asked_once_for_what_takes_part(monkeypatch: pytest.MonkeyPatc
         return name != "b"
 
     tensors = [torch.ones(2, requires_grad=name != "frozen") for name in ("a", "frozen", "b")]
-    roster = groups.held(tensors, ["a", "frozen", "b"], counts)
+    roster = meeting.held(tensors, ["a", "frozen", "b"], counts)
     assert [name for name, _ in asked] == ["a", "b"]
     assert asked[0][1] is tensors[0]
     assert asked[1][1] is tensors[2]
@@ -155,4 +155,4 @@ def test_counts_is_asked_once_for_what_takes_part(monkeypatch: pytest.MonkeyPatc
 )
 def test_what_is_no_process_group(wrong: Any, error: str) -> None:
     with pytest.raises((TypeError, ValueError), match=error):
-        groups.groups_of(wrong)
+        meeting.groups_of(wrong)
