@@ -44,7 +44,15 @@ from fastclip.distributed import Attribution, attribution_hook
 MAX_NORM = 1e9  # nothing is clipped: to measure is what costs
 N_DTENSORS = 300
 VOCABULARY = 2048
-ITEM = {"float": 4, "double": 8, "long int": 8, "int": 4, "unsigned char": 1}  # profiler's names
+# Bytes of an element, by the profiler's names.
+ITEM = {
+    "float": 4,
+    "double": 8,
+    "c10::Half": 2,
+    "c10::BFloat16": 2,
+    "long int": 8,
+    "unsigned char": 1,
+}
 
 
 class Size(NamedTuple):
