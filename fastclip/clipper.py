@@ -2,8 +2,8 @@
 
 import warnings
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from copy import copy
 from typing import TYPE_CHECKING, Any
 
@@ -14,16 +14,15 @@ from torch.optim import Optimizer
 
 from fastclip import folding, passes, stepping, watching
 from fastclip import table as tables
-from fastclip.functional import order
 from fastclip.gradients import Gradients, Listed, Parameters
 from fastclip.listing import Listing
 from fastclip.memory import Counters, Remembered
 from fastclip.overlap import Overlap
-from fastclip.policy import POLICIES, SHOWN, Policy
+from fastclip.policy import SHOWN, Policy
 from fastclip.rules import MaxNorm, Rule
 from fastclip.scaling import WithoutScaler, optimizers_of, scale_of
 from fastclip.stats import GradStats
-from fastclip.step import Settings, Step
+from fastclip.step import Step, settings_of
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -69,6 +68,18 @@ class GradClipper:
             - ``"error"``: raise `RuntimeError` naming the parameters, before anything is written;
               this waits for the device at every step;
             - ``"propagate"``: clip and step all the same, as torch does.
+        process_group: a ``torch.distributed`` group, or several that are applied in turn, over
+            whose ranks a model is split by hand: pipeline stages, hand-made tensor or expert
+            parallelism. Each rank passes what it holds, which may be nothing, under the names of
+            the whole model; of one name, ranks hold shards. All get the same statistics, with a row
+            for every name, and take the same decisions. To build the clipper and each `clip_`,
+            `step` and `measure` are collectives of all ranks. The names are exchanged when it is
+            built: for parameters that are added or unfrozen later build a new one. DTensors are
+            combined over their own meshes first; for those alone, and for DDP, leave it out.
+        counts: with `process_group`, a function from name and parameter to whether this rank's copy
+            counts in the norm, asked once: false for copies of what another rank counts (a tied
+            embedding in the last stage, layer norms beside tensor-parallel matrices). Copies are
+            rescaled as what counts, and a NaN in them is seen by all ranks.
         overlap: measure large gradients during backward, by hooks (see `fastclip.overlap`). What
             hooks cannot vouch for is measured by the step as ever; `overlap`, None without, says
             how much that was. Pass a scaler to `clip_` or `step` rather than call ``unscale_``.
@@ -76,8 +87,12 @@ class GradClipper:
             ``.data``, numpy, DLPack or a kernel of one's own) and touch a few elements only.
 
     Raises:
-        TypeError: both `max_norm` and `rule` are given, or something is of a wrong type.
-        ValueError: `max_norm` is negative or NaN, or `norm_type` or `nonfinite` is unknown.
+        TypeError: both `max_norm` and `rule` are given, or something is of a wrong type; or the
+            rule is AGC, with a `process_group`.
+        ValueError: `max_norm` is negative or NaN, or `norm_type` or `nonfinite` is unknown. With a
+            `process_group`: parameters have no names, or the ranks' options differ, or no rank
+            counts a parameter.
+        RuntimeError: another rank of the `process_group` raised, or died.
     """
 
     def __init__(
@@ -92,18 +107,16 @@ class GradClipper:
         counts: Callable[[str, Tensor], bool] | None = None,
         overlap: bool = False,
     ) -> None:
-        self._listing = Listing(parameters)
-        if nonfinite not in POLICIES:
-            known = ", ".join(map(repr, POLICIES))
-            raise ValueError(f"nonfinite must be one of {known}, got {nonfinite!r:.80}")
-        chosen = _rule(max_norm, rule)
-        self._settings = Settings(chosen, order(norm_type), nonfinite)
+        with _told(process_group):
+            self._listing = Listing(parameters)
+            self._settings = settings_of(max_norm, rule, norm_type, nonfinite)
+        self._groups = self._met(process_group, counts)
+        chosen = self._settings.rule
+        if chosen.per_tensor and chosen.init(0, torch.device("cpu")):
+            _require_distinct(self._names())
         self._counters = Counters()
         self._remembered = Remembered(chosen)
         self._warned = False  # of an optimizer with other parameters
-        self._groups = self._met(process_group, counts)
-        if chosen.per_tensor and chosen.init(0, torch.device("cpu")):
-            _require_distinct(self._names())
         self.overlap = Overlap(self._settings.p) if overlap else None
         if self.overlap is not None:
             self.overlap.watch(self._listing.read()[0])
@@ -127,7 +140,8 @@ class GradClipper:
         Raises:
             TypeError: a `scaler` without `optimizer`, or a gradient is of an unsupported type.
             RuntimeError: ``nonfinite="error"`` found a NaN or an infinity; the scaler's calls come
-                in a wrong order; or a gradient's elements share memory.
+                in a wrong order; a gradient's elements share memory; or another rank could not
+                measure its gradients, or died.
             ValueError: an enabled scaler with ``nonfinite="zero"``; a gradient of none of the
                 optimizers given with a scaler; or a schedule gave a negative or NaN threshold.
         """
@@ -355,22 +369,17 @@ class GradClipper:
         )
 
 
-def _rule(max_norm: Any, rule: Any) -> Rule:
-    if hasattr(max_norm, "decide"):
-        kind = max_norm.__name__ if isinstance(max_norm, type) else type(max_norm).__name__
-        raise TypeError(f"max_norm must be a threshold, got the rule {kind}: pass it as rule=")
-    if rule is None:
-        return MaxNorm(1.0 if max_norm is None else max_norm)
-    if max_norm is not None:
-        raise TypeError("max_norm and rule are two ways to say when to clip: pass one of them")
-    if isinstance(rule, type):
-        raise TypeError(f"rule must be a rule, got the class {rule.__name__}: call it")
-    if not all(hasattr(rule, name) for name in ("per_tensor", "init", "decide")):
-        raise TypeError(
-            "rule must have per_tensor, init and decide, as those of fastclip.rules have; got "
-            f"{type(rule).__name__}"
-        )
-    return rule
+@contextmanager
+def _told(process_group: Any) -> Iterator[None]:
+    """What goes wrong on this rank alone does not leave the others of a group waiting."""
+    try:
+        yield
+    except Exception as error:
+        if process_group is not None:
+            from fastclip.distributed.meeting import decline
+
+            decline(process_group, error)
+        raise
 
 
 def _require_distinct(labels: Sequence[str]) -> None:

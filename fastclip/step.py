@@ -2,13 +2,14 @@
 
 import math
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from fastclip import folding, passes, policy
 from fastclip import table as tables
+from fastclip.functional import order
 from fastclip.gradients import Gradients, Listed
 from fastclip.policy import Policy
 from fastclip.rules import (
@@ -48,6 +49,14 @@ class Settings(NamedTuple):
     rule: Rule
     p: float
     policy: Policy
+
+
+def settings_of(max_norm: Any, rule: Any, norm_type: float | str, nonfinite: Policy) -> Settings:
+    """Those that a clipper is asked for. Raises `TypeError` or `ValueError`."""
+    if nonfinite not in policy.POLICIES:
+        known = ", ".join(map(repr, policy.POLICIES))
+        raise ValueError(f"nonfinite must be one of {known}, got {nonfinite!r:.80}")
+    return Settings(_rule(max_norm, rule), order(norm_type), nonfinite)
 
 
 class Step(NamedTuple):
@@ -183,6 +192,11 @@ class Step(NamedTuple):
             name = found.names[error.row]
             raise TypeError(f"{self.listed.called(name)} {error.reason}") from None
         require_decision(rule, decision, measured, state)
+        if found.united is not None and decision.units is not None:
+            raise ValueError(
+                f"{type(rule).__name__} gave units, of which it has seen none: with a "
+                "process_group, rules get norms and no tensors"
+            )
         return decision
 
 
@@ -248,6 +262,24 @@ class Decided(NamedTuple):
             skipped=self.bad if scaled or chosen in ("skip", "error") else never,
             found_inf=never if chosen == "zero" else self.bad,
         )
+
+
+def _rule(max_norm: Any, rule: Any) -> Rule:
+    if hasattr(max_norm, "decide"):
+        kind = max_norm.__name__ if isinstance(max_norm, type) else type(max_norm).__name__
+        raise TypeError(f"max_norm must be a threshold, got the rule {kind}: pass it as rule=")
+    if rule is None:
+        return MaxNorm(1.0 if max_norm is None else max_norm)
+    if max_norm is not None:
+        raise TypeError("max_norm and rule are two ways to say when to clip: pass one of them")
+    if isinstance(rule, type):
+        raise TypeError(f"rule must be a rule, got the class {rule.__name__}: call it")
+    if not all(hasattr(rule, name) for name in ("per_tensor", "init", "decide")):
+        raise TypeError(
+            "rule must have per_tensor, init and decide, as those of fastclip.rules have; got "
+            f"{type(rule).__name__}"
+        )
+    return rule
 
 
 def _nothing(rule: Rule, limit: float | Tensor | None, table: Tensor) -> Decision:

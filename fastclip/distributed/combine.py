@@ -65,53 +65,54 @@ class Gathered(NamedTuple):
             return []
         return [int(failed) - 1 for failed in self.header[:, FAILED].tolist() if failed]
 
-    def settle(self, different: str) -> None:
-        """Raise `RuntimeError` if a process could not measure its gradients, or if the rows mean
-        something else on another, with a message that starts with `different`.
+    def refuse_failed(self) -> None:
+        """Raise `RuntimeError` if a process could not measure. Waits for the device."""
+        for failed in self.header[:, FAILED].tolist():
+            if failed:
+                raise RuntimeError(
+                    f"rank {int(failed) - 1} could not measure its gradients, and raises the error "
+                    "itself. No gradient has been changed"
+                )
 
-        Where reading the header would wait for the device, the tables become not finite, so that no
-        process clips or steps, and `raise_overdue` raises the error in the next call.
+    def refuse_different(self, what: str) -> None:
+        """Raise `RuntimeError`, which starts with `what`, if rows mean something else on another
+        process. Waits for the device."""
+        checksums = self.header[:, CHECKSUM].tolist()
+        for rank, checksum in zip(self.ranks, checksums, strict=True):
+            if checksum != checksums[0]:
+                raise RuntimeError(
+                    f"{what}, but rank {rank} has others than rank {self.ranks[0]}. No gradient "
+                    "has been changed"
+                )
+
+    def settle(self, what: str) -> None:
+        """Both. Where reading the header would wait for the device, the tables become not finite,
+        so that no process clips or steps, and `raise_overdue` raises the error in the next call.
         """
         if self.header.device.type == "cpu":
-            _refuse(self.ranks, self.header, different)
+            self.refuse_failed()
+            self.refuse_different(what)
             return
-        wrong = (
-            self.header[:, FAILED].sum() + (self.header - self.header[0])[:, CHECKSUM].abs().sum()
-        )
-        self.tables[:, :, tables.NAN] += (wrong > 0).to(torch.float64)
-        _overdue.append(_Overdue.of(self, different))
-
-
-def _refuse(ranks: Sequence[int], header: Tensor, different: str) -> None:
-    for rank, (failed, checksum) in zip(ranks, header.tolist(), strict=True):
-        if failed:
-            raise RuntimeError(
-                f"rank {int(failed) - 1} could not measure its gradients, and raises the error "
-                "itself. No gradient has been changed"
-            )
-        if checksum != header[0, CHECKSUM]:
-            raise RuntimeError(
-                f"{different}, but rank {rank} has others than rank {ranks[0]}. No gradient has "
-                "been changed"
-            )
+        wrong = (self.header[:, FAILED] > 0) | (self.header != self.header[0])[:, CHECKSUM]
+        self.tables[:, :, tables.NAN] += wrong.any().to(torch.float64)
+        _overdue.append(_Overdue.of(self, what))
 
 
 class _Overdue(NamedTuple):
     """A header on its way to the host."""
 
-    ranks: tuple[int, ...]
-    header: Tensor
+    gathered: Gathered
     arrived: torch.Event
-    different: str
+    what: str
 
     @classmethod
-    def of(cls, gathered: Gathered, different: str) -> "_Overdue":
+    def of(cls, gathered: Gathered, what: str) -> "_Overdue":
         there = gathered.header
         header = torch.empty(there.shape, dtype=there.dtype, device="cpu", pin_memory=True)
         header.copy_(there, non_blocking=True)
         arrived = torch.Event(there.device)
         arrived.record()
-        return cls(gathered.ranks, header, arrived, different)
+        return cls(gathered._replace(header=header), arrived, what)
 
 
 _overdue: list[_Overdue] = []
@@ -120,9 +121,9 @@ _overdue: list[_Overdue] = []
 def raise_overdue() -> None:
     """Raise what the headers of the last call say, on other devices than the CPU."""
     while _overdue:
-        header = _overdue.pop()
-        header.arrived.synchronize()
-        _refuse(header.ranks, header.header, header.different)
+        gathered, arrived, what = _overdue.pop()
+        arrived.synchronize()
+        gathered.settle(what)
 
 
 def pack(table: Tensor, flags: Sequence[int], checksum: int, failed: int | None = None) -> Tensor:

@@ -44,12 +44,11 @@ class United(NamedTuple):
     def measure_again(self, found: Gradients, p: float, inv_scale: Tensor | None) -> Tensor:
         """The table of all ranks, after their gradients have been changed. A collective."""
         own = replace(self.found, tensors=found.tensors, sparse=found.sparse, contributions=None)
-        table = (
-            passes.measure_again(own, p, inv_scale)
-            if own.tensors
-            else tables.empty(p, 0, self.groups.device)
-        )
-        return self.groups.unite(own, table, None)[1]
+        table = tables.empty(p, 0, self.groups.device)
+        with self.groups.attended():
+            if own.tensors:
+                table = passes.measure_again(own, p, inv_scale)
+            return self.groups.unite(own, table, None)[1]
 
 
 class Groups:

@@ -3,7 +3,7 @@
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import fields, is_dataclass
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, NoReturn
 
 import torch
 import torch.distributed as dist
@@ -134,6 +134,13 @@ def meet(
     if error is not None:
         raise error
     return mine.roster, mine.dtype, meetings
+
+
+def decline(process_group: Any, error: Exception) -> NoReturn:
+    """Take part in `meet` with nothing but the `error` that keeps this rank from it; raises it."""
+    mine = Card(dist.get_rank(), Roster((dist.get_rank(),), (), {}), "", torch.float32)
+    meet(groups_of(process_group), mine, error)
+    raise error
 
 
 def _exchanged(group: dist.ProcessGroup, card: Card) -> list[Card]:

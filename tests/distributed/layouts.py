@@ -170,7 +170,7 @@ def several(size: int) -> Named:
         ("a.rows", placed(20, two["a"], [Shard(0)], 5, 3)),
         ("b.columns", placed(30, two["b"], [Shard(1)], 2, 7)),
         ("both.blocks", placed(40, two, [Shard(0), Shard(1)], 3, 3)),
-        ("line.rows", placed(50, mesh(size), [Shard(0)], 9, 2)),
+        ("line.rows", placed(50, mesh(size), [Shard(0)], 13, 2)),
         ("b.replicated", placed(60, two["b"], [Replicate()], 4)),
         ("last", last),
     ]

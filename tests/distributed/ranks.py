@@ -26,6 +26,7 @@ from types import TracebackType
 from typing import Any, NamedTuple
 
 BEGIN = 60.0  # seconds that a process may take to start: it waits for imports
+GRACE = 5.0  # that others have when a rank has raised: they may be waiting for it
 TIMEOUT = 30.0  # of the process groups; a busy machine takes its time
 
 _PRELOAD = [
@@ -111,7 +112,8 @@ class Pool:
         hanging = sorted(set(range(size)) - answers.keys() - dead)
         faults += [f"rank {rank} {self._ended(rank)}" for rank in sorted(dead - set(dying))]
         faults += [f"rank {rank} was to die and did not" for rank in sorted(set(dying) - dead)]
-        faults += [f"rank {rank} {self._hangs(rank, seconds)}" for rank in hanging]
+        within = f"{GRACE:g} s after that" if faults else f"{seconds:g} s"
+        faults += [f"rank {rank} {self._hangs(rank, within)}" for rank in hanging]
         if dead or hanging:
             self.stop()
         else:  # nobody leaves the group while another may still be reading from it
@@ -159,19 +161,22 @@ class Pool:
                     answers[rank] = pickle.loads(connection.recv_bytes())  # type: ignore[union-attr]
                 except EOFError:  # it has died, which the caller looks at
                     self._processes[rank].join()
+                    continue
+                if answers[rank].fault:
+                    deadline = min(deadline, time.monotonic() + GRACE)
         return answers
 
     def _ended(self, rank: int) -> str:
         return f"died with exit status {self._processes[rank].exitcode}"
 
-    def _hangs(self, rank: int, seconds: float) -> str:
+    def _hangs(self, rank: int, within: str) -> str:
         pid = self._processes[rank].pid
         assert pid is not None
         os.kill(pid, signal.SIGUSR1)
         stack, deadline = self._stack(rank), time.monotonic() + 1
         while stack.stat().st_size == 0 and time.monotonic() < deadline:
             time.sleep(0.05)
-        return f"gave no answer in {seconds:g} s; it is at\n{stack.read_text()}"
+        return f"gave no answer in {within}; it is at\n{stack.read_text()}"
 
     def _stack(self, rank: int) -> Path:
         return Path(self._folder.name) / f"stack-{rank}"

@@ -17,7 +17,7 @@ CASES = [
     ("fsdp", 4, 2, "second.weight"),
     ("fsdp-cpu-offload", 2, 0, "norm.bias"),
     ("fsdp-x-tensor", 4, 3, "first.weight"),
-    ("hsdp", 4, 3, "scale"),
+    ("hsdp", 4, 2, "scale"),
 ]
 IDS = [f"{layout}-{size}-{name}-on-{guilty}" for layout, size, guilty, name in CASES]
 VALUES = [math.nan, math.inf, -math.inf]
@@ -27,8 +27,9 @@ def alike(answers: Sequence[Spoiled], *fields: str) -> None:
     """Asserts that all ranks say the same."""
     for rank, answer in enumerate(answers):
         for field in fields:
-            label = f"{field} on rank {rank}"
-            same(getattr(answer, field), getattr(answers[0], field), label)
+            # as text, which is exact, and in which NaN is NaN
+            mine, first = repr(getattr(answer, field)), repr(getattr(answers[0], field))
+            assert mine == first, f"{field} on rank {rank}"
 
 
 def names_the_guilty(answer: Spoiled, guilty: int, name: str, value: float) -> None:
@@ -70,9 +71,7 @@ def test_every_rank_skips_in_every_norm(ranks: Pool, p: float) -> None:
         assert answer.rewritten == []
 
 
-@pytest.mark.parametrize("fused", [True, False], ids=["fused", "loop"])
-def test_the_step_after_a_skipped_one_is_as_if_that_had_not_been(ranks: Pool, fused: bool) -> None:
-    del fused
+def test_the_step_after_a_skipped_one_is_as_if_that_had_not_been(ranks: Pool) -> None:
     for skipped, differences, moved in ranks.run(
         4, spoiling.recovered, "fsdp", 4, 3, "embed.weight"
     ):
@@ -185,12 +184,11 @@ def test_one_bad_copy_or_shard_is_seen_by_all_and_counted_once(
 
 
 @pytest.mark.parametrize("guilty", [0, 2])
-@pytest.mark.parametrize("name", ["hand.replicated", "hand.replicated-rows", "hand.scalar"])
+@pytest.mark.parametrize("name", ["replicated", "replicated-rows", "scalar"])
 @pytest.mark.parametrize("policy", ["skip", "error", "zero"])
 def test_one_bad_replica_is_seen_by_all_and_counted_once(
     ranks: Pool, guilty: int, name: str, policy: str
 ) -> None:
-    name = name.removeprefix("hand.")
     answers = ranks.run(4, spoiling.clip, "by-hand", 4, guilty, name, math.nan, policy)
     alike(answers, "fault", "skipped", "found_inf", "nonfinite", "counts", "total")
     for answer in answers:
