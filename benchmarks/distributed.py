@@ -63,7 +63,7 @@ class Size(NamedTuple):
 
 
 # As many tensors as GPT-2 medium has, a quarter as wide: 22 M elements.
-FULL = Size(many(N_DTENSORS, 1024), gpt2_small(width=256, blocks=24), (256, 4), rounds=40)
+FULL = Size(many(N_DTENSORS, 1024), gpt2_small(width=256, blocks=24), (128, 4), rounds=100)
 QUICK = Size(many(20, 16), gpt2_small(width=32, blocks=1, vocabulary=64), (32, 1), rounds=2)
 
 
