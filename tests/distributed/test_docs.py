@@ -22,6 +22,7 @@ PAGE = (Path(__file__).resolve().parents[2] / "docs" / "distributed.md").read_te
 COMMON, *BLOCKS = re.findall(r"```python\n(.*?)```", PAGE, re.DOTALL)
 RANKS = re.compile(r"# torchrun --nproc-per-node=(\d)\n")
 TITLES = ("ddp", "fsdp-tensor", "experts", "pipeline", "megatron", "by-rank", "attribution")
+MODEL_PARALLEL = "parallel_state.get_model_parallel_group()"
 
 
 def fresh() -> dict[str, Any]:
@@ -61,10 +62,10 @@ def norm_of(grads: dict[str, Tensor]) -> float:
     return torch.cat([grad.double().view(-1) for grad in grads.values()]).norm().item()
 
 
-def run(ranks: Pool, title: str, job: Any) -> list[Any]:
+def run(ranks: Pool, title: str, job: Any, *arguments: Any) -> list[Any]:
     size = RANKS.match(BLOCKS[TITLES.index(title)])
     assert size is not None
-    return ranks.run(int(size[1]), job)
+    return ranks.run(int(size[1]), job, *arguments)
 
 
 def test_every_block_is_run() -> None:
@@ -134,9 +135,12 @@ def test_pipeline(ranks: Pool) -> None:
     assert all(norms == answers[0][0] for norms, _, _ in answers)
 
 
-def megatron() -> tuple[float, float, list[tuple[str, float]], list[tuple[str, float]]]:
+def megatron(
+    group: str,
+) -> tuple[float, float, list[tuple[str, float]], list[tuple[str, float]]]:
     """Four layers over two stages and two tensor-parallel ranks, with marks as Megatron sets them,
-    and the gradients that one process has. The head is a copy of the embedding."""
+    and the gradients that one process has. The head is a copy of the embedding. `group` takes the
+    place of that in the block."""
     names, mesh = fresh(), init_device_mesh("cpu", (2, 2), mesh_dim_names=("pp", "tp"))
     model, expected = nn.ParameterDict(), {}
     for name, grad in one_process(names, shares=1).items():
@@ -151,10 +155,11 @@ def megatron() -> tuple[float, float, list[tuple[str, float]], list[tuple[str, f
             model[name].shared_embedding = True
             model[name].shared = mesh["pp"].get_local_rank() == 1
     names |= {"model": model, "optimizer": torch.optim.SGD(model.parameters(), lr=0.0)}
+    names |= {"tp_group": mesh["tp"].get_group(), "pp_group": mesh["pp"].get_group()}
     with pytest.MonkeyPatch.context() as patch:
         for module in _megatron(mesh):
             patch.setitem(sys.modules, module.__name__, module)
-        exec(BLOCKS[TITLES.index("megatron")], names)
+        exec(BLOCKS[TITLES.index("megatron")].replace(MODEL_PARALLEL, group), names)
     stats = names["stats"]
     found = zip(stats.names, stats.norms.tolist(), strict=True)
     norms = [(name, grad.norm().item()) for name, grad in expected.items()]
@@ -194,8 +199,10 @@ def _megatron(mesh: Any) -> list[ModuleType]:
     return [ModuleType("megatron"), core, state]
 
 
-def test_megatron(ranks: Pool) -> None:
-    for total, expected, norms, own in run(ranks, "megatron", megatron):
+@pytest.mark.parametrize("group", [MODEL_PARALLEL, "[tp_group, pp_group]"], ids=["one", "two"])
+def test_megatron(ranks: Pool, group: str) -> None:
+    assert group in PAGE
+    for total, expected, norms, own in run(ranks, "megatron", megatron, group):
         assert total == pytest.approx(expected, rel=1e-6)
         assert [name for name, _ in norms] == [name for name, _ in own]
         assert [norm for _, norm in norms] == pytest.approx([norm for _, norm in own], rel=1e-6)
