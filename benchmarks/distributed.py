@@ -1,6 +1,6 @@
 """What clipping costs under torch.distributed: gloo ranks on this machine, one thread each.
 
-    python -m benchmarks.distributed                 # 2 and 4 ranks, about a minute
+    python -m benchmarks.distributed                 # 2 and 4 ranks, about 90 seconds
     python -m benchmarks.distributed --csv benchmarks/results/NAME.csv
     python -m benchmarks.distributed --check         # exit status 1 if a row misses its target
     python -m benchmarks.distributed --quick         # small sizes: does everything run?
