@@ -6,8 +6,9 @@ every process then combines the same numbers in the same order, and has the same
 =============  ===================================================================================
 rows 0, 1      of the sixth column alone: FAILED, 0 or one over the global rank of a process that
                could not measure; CHECKSUM of what the rows are, which has to be the same on all
-rows 2 to n+2  a row of the table, and its flags: PRESENT, there is a gradient; COUNTED, these
-               elements are not counted on another rank
+rows 2 to n+2  a row of the table, and its flags: PRESENT, there is a gradient; COUNTED, no other
+               process of its set counts these elements; and OWNER times one over the lowest rank
+               of that set, where several sets may hold the same tensor: the lowest counts
 =============  ===================================================================================
 
 The shape must not depend on data, nor on whether a process has gradients: one that has none sends
@@ -32,7 +33,7 @@ from fastclip.ranks import said as said
 
 HEADER = 2
 FAILED, CHECKSUM = range(HEADER)
-PRESENT, COUNTED = 1, 2  # bits of the flags
+PRESENT, COUNTED, OWNER = 1, 2, 4  # what the flags are made of
 
 # The second is the name before torch 2.13, where it is deprecated.
 _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
@@ -49,7 +50,9 @@ class Gathered(NamedTuple):
     @property
     def counted(self) -> Tensor:
         """``[R, n]`` bool."""
-        return self.flags >= COUNTED
+        owners = self.flags.div(OWNER, rounding_mode="floor")
+        first = torch.where(owners > 0, owners, math.inf).amin(0)
+        return (self.flags.remainder(OWNER) >= COUNTED) & ((owners == 0) | (owners == first))
 
     @property
     def present(self) -> Tensor:

@@ -20,7 +20,7 @@ from torch.distributed.tensor.placement_types import Placement
 
 from fastclip import table as tables
 from fastclip.distributed import combine
-from fastclip.distributed.combine import COUNTED, PRESENT, Contributions, Gathered
+from fastclip.distributed.combine import COUNTED, OWNER, PRESENT, Contributions, Gathered
 
 LINEAR = frozenset({"sum", "avg"})  # kinds of Partial that a coefficient passes through
 PLANS = 64  # lists whose collectives are kept
@@ -45,7 +45,7 @@ class Gathering(NamedTuple):
     ranks: tuple[int, ...]
     group: dist.ProcessGroup | None  # None: the default one, which no cache may keep alive
     members: list[int]
-    counted: list[bool]
+    flags: list[int]  # of members that are present
 
 
 class PartialOf(NamedTuple):
@@ -165,10 +165,10 @@ class Spread:
         members, own = gathering.members, places
         if len(members) < len(places):
             own = places[_index(members, places.device)]
-        flags = [
-            PRESENT * self.present[place] + COUNTED * counted
-            for place, counted in zip(members, gathering.counted, strict=True)
-        ]
+        flags = gathering.flags
+        if not all(self.present):
+            pairs = zip(members, flags, strict=True)
+            flags = [every if self.present[place] else 0 for place, every in pairs]
         packed = combine.pack(own, flags, self.checksum, failed[0] if failed else None)
         gathered = combine.gather(packed, gathering.group or _default_group())
         failed.extend(gathered.known_failed())
@@ -365,25 +365,36 @@ def _local(source: DTensor) -> Tensor:
 
 
 def _planned(layouts: Sequence[Layout | None], alone: bool, world: _World) -> list[Gathering]:
-    """Tensors that are no DTensors are the same everywhere, unless they are this process's `alone`:
-    they ride along with the largest set of processes, the first of those, where its first process
-    counts.
+    """A collective for each set of processes that is part of no other, in the order of the list.
+
+    What lies on smaller meshes rides along, as replicas of what the other processes have on theirs
+    (of a mesh for FSDP and tensor parallelism, some tensors are on the part for FSDP alone): the
+    first of these meshes counts. So do tensors that are no DTensors, each process a mesh to itself.
+    With `alone`, there is a collective for each mesh, and what is no DTensor is the process's own.
     """
-    plan: dict[tuple[int, ...], Gathering] = {}
+    firsts: dict[tuple[int, ...], Layout] = {}
     for layout in layouts:
-        if layout is not None and len(layout.ranks) > 1 and layout.ranks not in plan:
-            plan[layout.ranks] = Gathering(layout.ranks, _group(layout, world), [], [])
+        if layout is not None and layout.ranks:
+            firsts.setdefault(layout.ranks, layout)
+    plan = {
+        ranks: Gathering(ranks, _group(layout, world), [], [])
+        for ranks, layout in firsts.items()
+        if len(ranks) > 1 and (alone or not any(set(ranks) < set(other) for other in firsts))
+    }
     if not plan:  # a process outside all the meshes
         return []
     largest = max(plan.values(), key=lambda gathering: len(gathering.ranks))
-    me = dist.get_rank()
     for place, layout in enumerate(layouts):
-        if layout is None and alone:
+        ranks = (dist.get_rank(),) if layout is None else layout.ranks
+        hosts = [gathering for gathering in plan.values() if set(ranks) <= set(gathering.ranks)]
+        if alone:
+            hosts = [gathering for gathering in hosts if layout and ranks == gathering.ranks]
+        if not hosts:
             continue
-        gathering = largest if layout is None else plan.get(layout.ranks)
-        if gathering is not None:
-            gathering.members.append(place)
-            gathering.counted.append(me == largest.ranks[0] if layout is None else layout.counted)
+        host = largest if layout is None else plan.get(ranks, hosts[0])
+        host.members.append(place)
+        counted = layout is None or layout.counted
+        host.flags.append(PRESENT + COUNTED * counted + OWNER * (1 + min(ranks, default=-1)))
     return list(plan.values())
 
 
