@@ -123,8 +123,9 @@ _overdue: list[_Overdue] = []
 
 def raise_overdue() -> None:
     """Raise what the headers of the last call say, on other devices than the CPU."""
-    while _overdue:
-        gathered, arrived, what = _overdue.pop()
+    headers = _overdue.copy()
+    _overdue.clear()  # at once: what one process raises in the next call, the others would not
+    for gathered, arrived, what in headers:
         arrived.synchronize()
         gathered.settle(what)
 

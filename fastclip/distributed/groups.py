@@ -6,7 +6,7 @@ measured.
 """
 
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import replace
 from typing import Any, NamedTuple, NoReturn
 
@@ -45,7 +45,7 @@ class United(NamedTuple):
         """The table of all ranks, after their gradients have been changed. A collective."""
         own = replace(self.found, tensors=found.tensors, sparse=found.sparse, contributions=None)
         table = tables.empty(p, 0, self.groups.device)
-        with self.groups.attended():
+        with self.groups.guarded():
             if own.tensors:
                 table = passes.measure_again(own, p, inv_scale)
             return self.groups.unite(own, table, None)[1]
@@ -87,17 +87,22 @@ class Groups:
         """Of all rows."""
         return self._all.names
 
+    def attended(self) -> AbstractContextManager[None]:
+        """`guarded`, for a step. Raises what is overdue from the last one, as all ranks do."""
+        combine.raise_overdue()
+        return self.guarded()
+
     @contextmanager
-    def attended(self) -> Iterator[None]:
-        """Around a step: what goes wrong on this rank alone, before it has taken part in the
-        collectives, does not leave the others waiting there; they raise `RuntimeError`."""
+    def guarded(self) -> Iterator[None]:
+        """Around an exchange: what goes wrong on this rank alone, before it has taken part, does
+        not leave the others waiting there; they raise `RuntimeError`."""
         self._took_part = False
         try:
             yield
         except Exception:
             if not self._took_part:
                 blank = self._nothing(self._own.size, self.device)
-                self._exchange(blank, blank.new_zeros(()), [dist.get_rank()])
+                self._exchange(blank, blank.new_zeros(()), failed=dist.get_rank())
             raise
 
     def unite(
@@ -106,16 +111,15 @@ class Groups:
         """`found`, whose table is ``[n, 5]``, with what the other ranks have; the table of all; and
         whether `elsewhere`, 0-d bool, holds on any rank.
 
-        A collective, to be called within `attended`. Raises `RuntimeError` if another rank could
+        A collective, to be called within `guarded`. Raises `RuntimeError` if another rank could
         not measure, or if a gradient is new on any.
         """
-        combine.raise_overdue()
         if not found.names:
             table = self._nothing(0, self.device)[:, : tables.COLUMNS]
         new = [name for name in found.names if name not in self._places]
         own = self._nothing(self._own.size, table.device) if new else self._placed(found, table)
         flag = own.new_zeros(()) if elsewhere is None else elsewhere.to(own.device, own.dtype)
-        every, flag, gathered = self._exchange(own, flag, [], 1 if new else 0)
+        every, flag, gathered = self._exchange(own, flag, new=len(new) > 0)
         if new:
             raise RuntimeError(f"gradient {new[0]!r} is of a parameter that is new: {OTHERS}")
         for each in gathered:
@@ -135,24 +139,29 @@ class Groups:
         return united, whole, flag > 0
 
     def _exchange(
-        self, every: Tensor, flag: Tensor, failed: list[int], new: int = 0
+        self, every: Tensor, flag: Tensor, failed: int | None = None, new: bool = False
     ) -> tuple[Tensor, Tensor, list[combine.Gathered]]:
         """This rank's contributions, ``[size, 6]``, to those of all; the largest `flag`; and what
         is to be settled.
 
-        `failed` has this rank if it could not measure; `new` is 1 if it has a gradient that the
+        `failed` is this rank if it could not measure; `new` tells that it has a gradient which the
         ranks have not told each other of. What goes wrong in one group the next ones hear of.
         """
         self._took_part = True
-        on_host, unsettled = every.device.type == "cpu", []
-        for meeting, index in zip(self._meetings, self._sent_to(every.device).sources, strict=True):
-            first = failed[0] if failed else None
-            header = combine.pack(every[:0, : tables.COLUMNS], (), meeting.checksum + new, first)
+        unsettled = []
+        sent = self._sent_to(every.device)
+        heard = every.new_zeros(())  # one over a rank in trouble
+        for meeting, index, ranks in zip(self._meetings, sent.sources, sent.ranks, strict=True):
+            header = combine.pack(every[:0, : tables.COLUMNS], (), meeting.checksum + new, failed)
+            own = header[combine.FAILED, tables.COLUMNS]
+            own.copy_(torch.maximum(own, heard))
             padding = self._nothing(meeting.places - len(every) + 1, every.device)
             padding[-1, tables.NAN] = flag
             gathered = combine.gather(torch.cat([header, every, padding]), meeting.group)
-            if on_host:
-                failed = failed + _troubled(gathered, meeting.checksum)
+            different = gathered.header[:, combine.CHECKSUM] != meeting.checksum
+            told = gathered.header[:, combine.FAILED]
+            heard = torch.where(different, ranks + 1, told).amax()
+            if every.device.type == "cpu":
                 unsettled.append(gathered)
             else:
                 gathered.settle(OTHERS)  # raises later, but marks what the next group is sent
@@ -197,7 +206,11 @@ class Groups:
         if device not in self._sent:
             counted = torch.tensor(self._all.weights(), dtype=torch.bool, device="cpu")
             sources = [_index(meeting.sources, device) for meeting in self._meetings]
-            self._sent[device] = _Sent(counted.to(device), sources)
+            ranks = [
+                _index(dist.get_process_group_ranks(meeting.group), device)
+                for meeting in self._meetings
+            ]
+            self._sent[device] = _Sent(counted.to(device), sources, ranks)
         return self._sent[device]
 
     def __repr__(self) -> str:
@@ -215,6 +228,7 @@ class _Sent(NamedTuple):
 
     counted: Tensor  # [ranks, names] bool
     sources: list[Tensor]  # of each meeting
+    ranks: list[Tensor]  # global ones, of each meeting
 
 
 def _index(places: Sequence[int], device: torch.device) -> Tensor:
@@ -222,11 +236,3 @@ def _index(places: Sequence[int], device: torch.device) -> Tensor:
     if device.type == "cuda":
         index = index.pin_memory()  # else the copy waits for the device
     return index.to(device, non_blocking=True)
-
-
-def _troubled(gathered: combine.Gathered, checksum: int) -> list[int]:
-    """The ranks that could not measure or have a new gradient, or have heard of one."""
-    header = gathered.header.tolist()
-    pairs = zip(gathered.ranks, header, strict=True)
-    different = [rank for rank, own in pairs if own[combine.CHECKSUM] != checksum]
-    return gathered.known_failed() + different

@@ -45,6 +45,11 @@ def local(tensor: Tensor) -> Tensor:
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
+def held(model: nn.Module) -> dict[str, Tensor]:
+    """What this rank holds of the parameters. Copies."""
+    return {name: local(value).detach().clone() for name, value in model.named_parameters()}
+
+
 def shard(
     model: nn.Module, over: DeviceMesh, leave: Sequence[nn.Module] = (), **options: Any
 ) -> None:
@@ -55,12 +60,17 @@ def shard(
     fully_shard(model, mesh=over, **options)
 
 
-def backward(model: nn.Module, index: int, count: int, step: int = 0) -> Named:
-    """With this rank's share of a batch."""
+def loss(model: nn.Module, data: tuple[Tensor, Tensor]) -> Tensor:
+    """As `models.loss`."""
     with warnings.catch_warnings():
         # a linear layer of three-dimensional input returns a view, and nothing here writes it
         warnings.filterwarnings("ignore", message="FSDP2-wrapped module .* returned a view tensor")
-        models.loss(model, models.part(step, index, count)).backward()
+        return models.loss(model, data)
+
+
+def backward(model: nn.Module, index: int, count: int, step: int = 0) -> Named:
+    """With this rank's share of a batch."""
+    loss(model, models.part(step, index, count)).backward()
     return list(model.named_parameters())
 
 

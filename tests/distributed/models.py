@@ -54,7 +54,9 @@ def part(step: int, index: int, count: int) -> tuple[Tensor, Tensor]:
 def loss(model: nn.Module, data: tuple[Tensor, Tensor]) -> Tensor:
     """The mean over all tokens."""
     tokens, classes = data
-    return nn.functional.cross_entropy(model(tokens).flatten(0, 1).float(), classes.flatten())
+    scores = model(tokens).flatten(0, 1)
+    wide = torch.promote_types(scores.dtype, torch.float32)
+    return nn.functional.cross_entropy(scores.to(wide), classes.flatten())
 
 
 def gradients(step: int = 0) -> dict[str, Tensor]:

@@ -26,6 +26,7 @@ from types import TracebackType
 from typing import Any, NamedTuple
 
 BEGIN = 60.0  # seconds that a process may take to start: it waits for imports
+SLICE = 0.5  # seconds between two looks at the clock
 GRACE = 5.0  # that others have when a rank has raised: they may be waiting for it
 TIMEOUT = 30.0  # of the process groups; a busy machine takes its time
 
@@ -106,7 +107,7 @@ class Pool:
         request = Request(size, place, arguments, named, store, timeout)
         for connection in self._connections[:size]:
             connection.send_bytes(pickle.dumps(request))
-        answers = self._answers(size, time.monotonic() + seconds)
+        answers = self._answers(size, seconds)
         dead = {rank for rank in range(size) if not self._processes[rank].is_alive()}
         faults = [f"rank {rank} {answer.fault}" for rank, answer in answers.items() if answer.fault]
         hanging = sorted(set(range(size)) - answers.keys() - dead)
@@ -151,11 +152,17 @@ class Pool:
                 self.stop()
                 raise RanksFailed(f"rank {rank} did not start within {BEGIN:g} s")
 
-    def _answers(self, size: int, deadline: float) -> dict[int, Answer]:
+    def _answers(self, size: int, seconds: float) -> dict[int, Answer]:
+        """What has come after `seconds` at most, of which those do not count in which this process
+        was stopped."""
         waiting: dict[Any, int] = {self._connections[rank]: rank for rank in range(size)}
         answers: dict[int, Answer] = {}
-        while waiting and (left := deadline - time.monotonic()) > 0:
-            for connection in wait(list(waiting), left):
+        while waiting:
+            begun = time.monotonic()
+            ready = wait(list(waiting), SLICE)
+            if not ready and seconds <= 0:
+                break
+            for connection in ready:
                 rank = waiting.pop(connection)
                 try:
                     answers[rank] = pickle.loads(connection.recv_bytes())  # type: ignore[union-attr]
@@ -163,7 +170,8 @@ class Pool:
                     self._processes[rank].join()
                     continue
                 if answers[rank].fault:
-                    deadline = min(deadline, time.monotonic() + GRACE)
+                    seconds = min(seconds, GRACE)
+            seconds -= min(time.monotonic() - begun, 2 * SLICE)
         return answers
 
     def _ended(self, rank: int) -> str:
