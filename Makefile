@@ -7,7 +7,7 @@ PY := $(VENV)/bin/python
 PIP := $(PY) -m pip install --quiet --disable-pip-version-check --constraint constraints.txt
 CXX_FILES = find csrc tests -type f '(' -name '*.cpp' -o -name '*.h' -o -name '*.cu' -o -name '*.cuh' ')'
 
-.PHONY: demo test lint bench test-triton-oldest test-torches test-gpu bench-gpu bench-plan coverage format clean
+.PHONY: demo test lint bench test-triton-oldest test-torches test-gpu bench-gpu bench-plan bench-distributed coverage format clean
 
 demo: $(VENV)/.installed
 	$(PY) -m fastclip demo
@@ -27,6 +27,9 @@ bench: $(VENV)/.installed
 
 bench-plan: $(VENV)/.installed
 	$(PY) -m benchmarks.plan
+
+bench-distributed: $(VENV)/.installed
+	$(PY) -m benchmarks.distributed
 
 # The tests of the Triton kernels with the oldest Triton supported; its interpreter needs an older numpy.
 OLDEST := .venv-triton-oldest

@@ -10,6 +10,7 @@ TYPE_CHECKING = False
 
 if TYPE_CHECKING:
     from fastclip import backends as backends
+    from fastclip import distributed as distributed
     from fastclip import monitor as monitor
     from fastclip import rules as rules
     from fastclip.backends import backend as backend
@@ -37,6 +38,7 @@ __all__ = [
     "clip_grad_norm_",
     "clip_grad_value_",
     "clip_grads_with_norm_",
+    "distributed",
     "get_total_norm",
     "grad_stats",
     "monitor",
@@ -44,7 +46,7 @@ __all__ = [
     "rules",
 ]
 
-_MODULES = frozenset({"backends", "monitor", "rules"})
+_MODULES = frozenset({"backends", "distributed", "monitor", "rules"})
 
 _HOME = {
     "GradClipper": "clipper",

@@ -59,6 +59,19 @@ def test_every_public_name_resolves() -> None:
     assert missing == []
 
 
+def test_names_of_several_processes_load_when_they_are_used() -> None:
+    code = """
+import sys, fastclip
+print(*fastclip.distributed.__all__, "torch" in sys.modules)
+print(fastclip.distributed.Attribution.__name__, fastclip.distributed.attribution_hook.__name__)
+"""
+    assert python(code) == ["Attribution attribution_hook False", "Attribution attribution_hook"]
+    with pytest.raises(
+        AttributeError, match=r"'fastclip\.distributed' has no attribute 'combined'"
+    ):
+        fastclip.distributed.combined  # type: ignore[attr-defined]  # noqa: B018
+
+
 def test_star_import_gives_exactly_the_public_names() -> None:
     code = "names = {}; exec('from fastclip import *', names); print(*names)"
     assert set(python(code)[0].split()) - {"__builtins__"} == set(fastclip.__all__)

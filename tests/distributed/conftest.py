@@ -1,14 +1,25 @@
 """The processes that the tests share."""
 
+import multiprocessing
 from collections.abc import Iterator
 
 import pytest
+import torch.distributed as dist
 
 from tests.distributed.ranks import Pool
 
 
 @pytest.fixture(scope="session")
-def shared_ranks() -> Iterator[Pool]:
+def _able() -> None:
+    """Skips where there is no gloo or no forkserver, with the reason."""
+    if not dist.is_available() or not dist.is_gloo_available():
+        pytest.skip("this torch has no gloo")
+    if "forkserver" not in multiprocessing.get_all_start_methods():
+        pytest.skip("processes cannot be forked from a server here")
+
+
+@pytest.fixture(scope="session")
+def shared_ranks(_able: None) -> Iterator[Pool]:
     with Pool(4) as pool:
         yield pool
 
@@ -20,7 +31,7 @@ def ranks(shared_ranks: Pool) -> Pool:
 
 
 @pytest.fixture
-def mortal_ranks() -> Iterator[Pool]:
+def mortal_ranks(_able: None) -> Iterator[Pool]:
     """Up to four processes of a test's own, which may be killed."""
     with Pool(4) as pool:
         yield pool
