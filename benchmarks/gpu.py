@@ -81,7 +81,7 @@ HEADER = (
 
 
 def line(row: Row) -> str:
-    clipped = " clipped" if row["clipped"] else ""
+    clipped = " clipped" if row["clips"] else ""
     ratio = "" if row["ratio"] is None else f"{row['ratio']:.2f}x"
     return (
         f"{row['workload']}{clipped:<{18 - len(str(row['workload']))}}{row['dtype']:<10}"

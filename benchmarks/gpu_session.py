@@ -2,7 +2,7 @@
 
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -13,9 +13,9 @@ from benchmarks.gpu_sides import MULTI_TENSOR, clip_sides, rates, step_sides
 from benchmarks.gpu_works import Plan, Work
 from benchmarks.problems import RATES, both, made_on
 from fastclip.benchmarking.measure import Side, Spread, paired_ratios, rounds_for, spread
-from fastclip.benchmarking.runner import least_seconds
 
 ROOM = 0.8  # of the free memory may be taken
+CLIP = 4  # gradients, parameters, and the two tensors behind the rates
 ADAM = 6  # gradients, their originals, parameters, two moments, and as much again to work with
 
 Row = dict[str, object]
@@ -30,7 +30,7 @@ class Card:
     cuda: Any = torch.cuda
 
     def has_room_for(self, work: Work) -> bool:
-        held = ADAM if work.sweep == "steps" else 3  # the rates take a source and a target
+        held = ADAM if work.sweep == "steps" else CLIP
         return held * work.n_bytes <= ROOM * self.cuda.mem_get_info()[0]
 
     def clock(self, n_bytes: int) -> Clock:
@@ -63,14 +63,14 @@ class Limits:
     scale: float
     copy: float
 
-    def floor_us(self, n_bytes: int, clipped: int) -> float:
+    def floor_us(self, n_bytes: int, clips: bool) -> float:
         """The least time for a read, and for a clip a read and write in place."""
-        return 1e6 * least_seconds(n_bytes, 1, clipped, self.read, self.scale)
+        return 1e6 * n_bytes * (1 / self.read + clips / self.scale)
 
-    def share_of_copy(self, n_bytes: int, clipped: int, us: float) -> float:
+    def share_of_copy(self, n_bytes: int, clips: bool, us: float) -> float:
         """Bytes read, and for a clip read and written once more, over the time, as a share of the
         bytes that a copy reads and writes."""
-        return (3 if clipped else 1) * n_bytes / (us * 1e-6) / (2 * self.copy)
+        return (3 if clips else 1) * n_bytes / (us * 1e-6) / (2 * self.copy)
 
 
 def limits(card: Card, probe: int) -> Limits:
@@ -94,14 +94,14 @@ class Session:
 
     def measure(self, work: Work) -> Iterator[Row]:
         """Not clipped, then clipped: one row a competitor. Nothing if torch fails."""
-        for clipped in (0, 1):
-            yield from self._race(work, clipped, self.absent)
+        for clips in (False, True):
+            yield from self._race(work, clips, self.absent)
 
-    def _race(self, work: Work, clipped: int, absent: dict[str, str]) -> Iterator[Row]:
+    def _race(self, work: Work, clips: bool, absent: dict[str, str]) -> Iterator[Row]:
         """Whoever fails is left out, and the others race on fresh gradients."""
-        problem = both(made_on(self.card.device, work.shapes, work.dtypes))[clipped]
+        problem = both(made_on(self.card.device, work.shapes, work.dtypes))[clips]
         sides = (step_sides if work.sweep == "steps" else clip_sides)(problem, absent)
-        if work.sweep == "bytes" and not clipped:
+        if work.sweep == "bytes" and not clips:
             sides += rates(problem.n_bytes, self.card.device)
         clock = self.card.clock(problem.n_bytes)
         extra = {}
@@ -111,9 +111,9 @@ class Session:
                 extra[side.name] = self.card.extra_bytes(side)
             # One that fails must not take the others with it, whatever it raises.
             except Exception as error:
-                self._failed(f"{work.name}{' clipped' * clipped}", side.name, error)
+                self._failed(f"{work.name}{' clipped' * clips}", side.name, error)
                 if side.name != "torch":
-                    yield from self._race(work, clipped, {**absent, side.name: str(error)})
+                    yield from self._race(work, clips, {**absent, side.name: str(error)})
                 return
         start = time.monotonic()
         clock.race(sides, 1)
@@ -122,19 +122,20 @@ class Session:
         times = clock.race(sides, rounds)
         place = {
             "sweep": work.sweep,
+            "name": f"{work.name}-{work.dtype}{'-clipped' * clips}",
             "workload": work.name,
-            "clipped": clipped,
+            "clips": clips,
             "n_tensors": len(work.shapes),
             "n_bytes": problem.n_bytes,
             "dtype": work.dtype,
             "rounds": rounds,
         }
         for side in sides:
-            numbers = self._numbers(work, clipped, problem.n_bytes, side.name, times)
+            numbers = self._numbers(work, clips, problem.n_bytes, side.name, times)
             yield {**place, "side": side.name, "extra_bytes": extra[side.name], **numbers}
 
     def _numbers(
-        self, work: Work, clipped: int, n_bytes: int, name: str, times: dict[str, Times]
+        self, work: Work, clips: bool, n_bytes: int, name: str, times: dict[str, Times]
     ) -> Row:
         own, torchs = times[name], times["torch"]
         device = spread(own.device)
@@ -142,14 +143,14 @@ class Session:
         races, moves = name not in RATES, name not in RATES and work.sweep != "steps"
         ratio = spread(paired_ratios(own.device, torchs.device)) if races else None
         host_ratio = spread(paired_ratios(own.host, torchs.host)) if races else None
-        floor = self.limits.floor_us(n_bytes, clipped) if moves else None
+        floor = self.limits.floor_us(n_bytes, clips) if moves else None
         return {
             **row,
             **_spread("ratio", ratio),
             **_spread("host_ratio", host_ratio),
             "limit": floor and spread(torchs.device).median / floor,
             "floor_us": floor,
-            "share_of_copy": self.limits.share_of_copy(n_bytes, clipped, device.median)
+            "share_of_copy": self.limits.share_of_copy(n_bytes, clips, device.median)
             if moves
             else None,
         }
@@ -163,7 +164,4 @@ class Session:
 
 def _spread(name: str, values: Spread | None) -> Row:
     low, median, high = values or (None, None, None)
-    return {f"{name}_low": low, name: median, f"{name}_high": high}
-
-
-Report = Callable[[Row], None]
+    return {name: median, f"{name}_p20": low, f"{name}_p80": high}

@@ -14,10 +14,9 @@ from torch import Tensor
 from torch.optim import AdamW
 
 import fastclip
-from benchmarks.problems import RATES, settle
+from benchmarks.problems import RATES, Problem
 from fastclip import backends
 from fastclip.benchmarking.measure import Side
-from fastclip.benchmarking.workloads import Clip
 
 BACKENDS = ("triton", "cuda")
 # The modules in which apex and TransformerEngine have the norm and the rescaling, and what calls
@@ -28,7 +27,7 @@ MULTI_TENSOR = {
 }
 LOSS_SCALE = 1024.0
 
-Call = Callable[[Clip], Tensor]
+Call = Callable[[Problem], Tensor]
 
 
 def missing() -> dict[str, str]:
@@ -38,20 +37,20 @@ def missing() -> dict[str, str]:
     return {name: reason for name, reason in reasons.items() if reason is not None}
 
 
-def clip_sides(problem: Clip, absent: dict[str, str]) -> list[Side]:
+def clip_sides(problem: Problem, absent: dict[str, str]) -> list[Side]:
     """torch first. apex and TransformerEngine take lists of one dtype only."""
     calls: dict[str, Call] = {"torch": _torch}
     calls.update({f"fastclip-{name}": partial(_fastclip, name) for name in BACKENDS})
     if len({grad.dtype for grad in problem.gradients}) == 1:
         calls.update({name: partial(_multi_tensor, name) for name in MULTI_TENSOR})
     return [
-        Side(name, partial(call, problem), check=partial(settle, name, problem))
+        Side(name, partial(call, problem), check=partial(problem.settle, name))
         for name, call in calls.items()
         if name not in absent
     ]
 
 
-def step_sides(problem: Clip, absent: dict[str, str]) -> list[Side]:
+def step_sides(problem: Problem, absent: dict[str, str]) -> list[Side]:
     steps = _Steps(problem)
     calls: dict[str, Callable[[], Tensor]] = {"torch": steps.by_torch}
     calls.update({f"fastclip-{name}": partial(steps.by_fastclip, name) for name in BACKENDS})
@@ -62,16 +61,16 @@ def step_sides(problem: Clip, absent: dict[str, str]) -> list[Side]:
     ]
 
 
-def _torch(problem: Clip) -> Tensor:
+def _torch(problem: Problem) -> Tensor:
     return torch.nn.utils.clip_grad_norm_(problem.parameters, problem.max_norm, foreach=True)
 
 
-def _fastclip(name: str, problem: Clip) -> Tensor:
+def _fastclip(name: str, problem: Problem) -> Tensor:
     with fastclip.backend(name):
         return fastclip.clip_grad_norm_(problem.parameters, problem.max_norm)
 
 
-def _multi_tensor(name: str, problem: Clip) -> Tensor:
+def _multi_tensor(name: str, problem: Problem) -> Tensor:
     """Norm and rescale as Megatron-LM does them: the host waits for the norm in between."""
     operators, applier = map(importlib.import_module, MULTI_TENSOR[name])
     apply, grads = applier.multi_tensor_applier, problem.gradients
@@ -86,7 +85,7 @@ def _multi_tensor(name: str, problem: Clip) -> Tensor:
 class _Steps:
     """One optimizer and one scaler for all sides; gradients scaled by `LOSS_SCALE`."""
 
-    def __init__(self, problem: Clip) -> None:
+    def __init__(self, problem: Problem) -> None:
         self.problem = problem
         for parameter in problem.parameters:
             parameter.data.fill_(1.0)

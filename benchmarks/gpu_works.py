@@ -1,27 +1,33 @@
-"""What is clipped on a GPU: sizes and numbers of tensors, and the gradients of models."""
+"""What is clipped on a GPU: sizes, numbers of tensors, and the gradients of models.
 
+The models are those of the CPU's suite, except that a GPU holds Llama 3 8B as it is, and four times
+the width of the mixture of experts.
+"""
+
+import math
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
+from fastclip.benchmarking.models import Shape
 
-from fastclip.benchmarking.workloads import Shape, gpt2_small, many
+from fastclip.benchmarking import models, workloads
+from fastclip.benchmarking.workloads import DTYPES, MIXED, WORKLOADS
 
-FLOAT32 = (torch.float32,)
-DTYPES: dict[str, tuple[torch.dtype, ...]] = {
-    "float32": FLOAT32,
-    "bfloat16": (torch.bfloat16,),
-    "float16": (torch.float16,),
-    "mixed": (torch.float32, torch.bfloat16),
-}
 KIB = 1 << 10
 PARTS = 4  # tensors of the works of `bytes`
 TINY = 16  # elements of each tensor of those of `tensors`
+STEPPED = "gpt2-small"
+LARGER = {
+    "llama3-8b/16": ("llama3-8b", models.llama()),
+    "moe-20k/256": ("moe-20k/16", models.experts(models.EXPERT_LAYERS, divisor=4)),
+}
 
 
 @dataclass(frozen=True)
 class Work:
-    """One list of gradients; the dtypes take turns in it. `sweep` is "bytes", "tensors",
-    "workloads", or "steps" for optimizer's steps under mixed precision."""
+    """One list of gradients. `sweep` is "bytes", "tensors", "workloads", or "steps" for an
+    optimizer's steps under mixed precision."""
 
     sweep: str
     name: str
@@ -29,20 +35,20 @@ class Work:
     dtype: str = "float32"
 
     @property
-    def dtypes(self) -> tuple[torch.dtype, ...]:
-        return DTYPES[self.dtype]
+    def dtypes(self) -> list[torch.dtype]:
+        """One a shape."""
+        return workloads.dtypes(self.shapes, self.dtype)
 
     @property
     def n_bytes(self) -> int:
-        """At most: the widest dtype is counted."""
-        return sum(torch.Size(shape).numel() for shape in self.shapes) * max(
-            dtype.itemsize for dtype in self.dtypes
-        )
+        each = zip(self.shapes, self.dtypes, strict=True)
+        return sum(math.prod(shape) * dtype.itemsize for shape, dtype in each)
 
 
 @dataclass(frozen=True)
 class Plan:
-    """The works, in the order of their weight; `seconds` are those of one race."""
+    """The works in the order of their weight, a race of each not clipped and clipped; `seconds` are
+    those of one race."""
 
     works: tuple[Work, ...]
     probe: int  # bytes of the tensor behind the limits
@@ -51,31 +57,35 @@ class Plan:
     most_rounds: int
 
 
-def _works(models: dict[str, list[Shape]], sizes: list[int], counts: list[int]) -> tuple[Work, ...]:
+def _works(
+    lists: Mapping[str, Sequence[Shape]], sizes: Sequence[int], counts: Sequence[int]
+) -> tuple[Work, ...]:
     by_bytes = [Work("bytes", "bytes", ((n // 4 // PARTS,),) * PARTS) for n in sizes]
-    by_count = [Work("tensors", "tensors", tuple(many(n, TINY))) for n in counts]
-    steps = [Work("steps", name, tuple(shapes)) for name, shapes in list(models.items())[:1]]
-    lists = [
+    by_count = [Work("tensors", "tensors", tuple(models.many(n, TINY))) for n in counts]
+    steps = Work("steps", STEPPED, tuple(lists[STEPPED]))
+    of_models = [
         Work("workloads", name, tuple(shapes), dtype)
         for dtype in DTYPES
-        for name, shapes in models.items()
+        for name, shapes in lists.items()
+        if not (len(shapes) == 1 and dtype == MIXED)  # one tensor has one dtype
     ]
-    return (*by_bytes, *by_count, *steps, *lists)
+    return (*by_bytes, *by_count, steps, *of_models)
+
+
+def _lists() -> dict[str, list[Shape]]:
+    named = (LARGER.get(name, (name, one.shapes())) for name, one in WORKLOADS.items())
+    return dict(named)
 
 
 FULL = Plan(
-    _works(
-        {"gpt2": gpt2_small(), "2000x1024": many(2000, 1024)},
-        sizes=[KIB << n for n in range(6, 25, 2)],
-        counts=[1, 10, 100, 1000, 10_000, 100_000],
-    ),
+    _works(_lists(), [KIB << n for n in range(6, 25, 2)], [1, 10, 100, 1000, 10_000, 100_000]),
     probe=1 << 30,
-    seconds=1.0,
+    seconds=0.7,
     least_rounds=5,
     most_rounds=30,
 )
 QUICK = Plan(
-    _works({"gpt2": gpt2_small(16), "20x1024": many(20, 1024)}, [64 * KIB, 256 * KIB], [1, 10]),
+    _works({STEPPED: models.gpt2(16), "20x1024": models.many(20, 1024)}, [KIB, 64 * KIB], [1, 10]),
     probe=1 << 20,
     seconds=0.02,
     least_rounds=2,

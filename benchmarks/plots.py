@@ -33,7 +33,7 @@ PICTURES: tuple[Picture, ...] = (
         "speed-training",
         figures.training,
         ("training.csv", "training-curves.csv"),
-        "python -m benchmarks.training",
+        "make bench-training",
     ),
 )
 

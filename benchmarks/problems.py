@@ -6,20 +6,14 @@ the rounding was: so it does not drift, however often. The gradients may lie on 
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import replace
-from functools import partial
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from fastclip.benchmarking.workloads import (
-    BLOCK,
-    MEAN_SQUARE,
-    Clip,
-    Shape,
-    gradients,
-    require_right,
-)
+from fastclip.benchmarking.workloads import MEAN_SQUARE, gradients
+
+BLOCK = 1 << 20  # elements that longer tensors repeat
 
 Operation = Callable[[Tensor, Tensor], object]
 
@@ -33,11 +27,37 @@ RATES: dict[str, Operation] = {
 }
 
 
-def both(grads: Sequence[Tensor]) -> tuple[Clip, Clip]:
+@dataclass(frozen=True)
+class Problem:
+    """Arguments of one `clip_grad_norm_` call; the first element of the first and of the last
+    gradient is 1 before it."""
+
+    parameters: list[torch.nn.Parameter]
+    gradients: list[Tensor]
+    max_norm: float
+    clips: bool
+
+    @property
+    def n_bytes(self) -> int:
+        return sum(grad.nbytes for grad in self.gradients)
+
+    def settle(self, name: str, norm: Tensor) -> None:
+        """What `name` did is checked, and undone where it clipped; not to be timed."""
+        left = max(abs(grad.view(-1)[0].item()) for grad in (self.gradients[0], self.gradients[-1]))
+        if (float(norm) > self.max_norm) != self.clips or (left < 0.8) != self.clips:
+            raise RuntimeError(
+                f"{name} returned a norm of {float(norm):g} for max_norm={self.max_norm:g} and "
+                f"left {left:g} of the gradients, which are to be "
+                f"{'halved' if self.clips else 'left alone'}"
+            )
+        if self.clips:
+            torch._foreach_mul_(self.gradients, 2.0)
+
+
+def both(grads: Sequence[Tensor]) -> tuple[Problem, Problem]:
     """The same gradients left alone (the threshold is twice their norm), and clipped to half.
 
-    They hold values as `gradients` makes them; their first elements become 1, by which a
-    `Clip` tells whether it was clipped.
+    They hold values as `fastclip.benchmarking.workloads.gradients` makes them.
     """
     parameters = []
     for grad in grads:
@@ -46,25 +66,18 @@ def both(grads: Sequence[Tensor]) -> tuple[Clip, Clip]:
     for grad in (grads[0], grads[-1]):
         grad.view(-1)[0] = 1.0
     norm = math.sqrt(MEAN_SQUARE * sum(grad.numel() for grad in grads))
-    alone = Clip(parameters, 2 * norm, 2.0, False, 1.0, None)
-    restore = partial(torch._foreach_mul_, list(grads), 2.0)
-    return alone, replace(alone, max_norm=norm / 2, clips=True, restore=restore)
+    alone = Problem(parameters, list(grads), 2 * norm, clips=False)
+    return alone, Problem(parameters, alone.gradients, norm / 2, clips=True)
 
 
-def settle(name: str, problem: Clip, norm: Tensor) -> None:
-    """What `name` did is checked, and undone where it clipped; not to be timed."""
-    require_right(name, problem, norm)
-    if problem.restore is not None:
-        problem.restore()
-
-
-def made_on(device: str, shapes: Sequence[Shape], dtypes: Sequence[torch.dtype]) -> list[Tensor]:
-    """Gradients of `shapes`, made where they are to be; the `dtypes` take turns."""
-    blocks = [gradients([(BLOCK,)], dtype)[0].to(device) for dtype in dtypes]
+def made_on(
+    device: str, shapes: Sequence[tuple[int, ...]], dtypes: Sequence[torch.dtype]
+) -> list[Tensor]:
+    """Gradients, one a shape and dtype, made where they are to be."""
+    blocks = {dtype: gradients([(BLOCK,)], dtype)[0].to(device) for dtype in set(dtypes)}
     made = []
-    for place, shape in enumerate(shapes):
-        block = blocks[place % len(blocks)]
-        made.append(torch.empty(shape, dtype=block.dtype, device=device))
+    for shape, dtype in zip(shapes, dtypes, strict=True):
+        made.append(torch.empty(shape, dtype=dtype, device=device))
         for piece in made[-1].view(-1).split(BLOCK):
-            piece.copy_(block[: piece.numel()])
+            piece.copy_(blocks[dtype][: piece.numel()])
     return made

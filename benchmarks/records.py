@@ -30,5 +30,10 @@ def number(row: Row, name: str) -> float:
     return float(row[name])
 
 
+def clips(row: Row) -> bool:
+    """The field of that name, which Python has written."""
+    return {"True": True, "False": False}[row["clips"]]
+
+
 def _short(value: object) -> object:
     return float(f"{value:.4g}") if isinstance(value, float) else value

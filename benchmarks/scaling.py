@@ -24,7 +24,7 @@ from torch import Tensor
 
 import fastclip
 from benchmarks.lines import fit
-from benchmarks.problems import RATES, Operation, both, settle
+from benchmarks.problems import RATES, Operation, Problem, both
 from benchmarks.records import RESULTS, write
 from fastclip import backends
 from fastclip.backends import native
@@ -37,7 +37,7 @@ from fastclip.benchmarking.measure import (
     rounds_for,
     spread,
 )
-from fastclip.benchmarking.workloads import Clip, Shape, gpt2_small, gradients, many
+from fastclip.benchmarking.workloads import Shape, gpt2_small, gradients, many
 
 KIB, GIB = 1 << 10, 1 << 30
 TINY = 16  # elements of each tensor of the first sweep: a cache line
@@ -82,18 +82,18 @@ class Point:
 
     sweep: str
     side: str
-    clipped: int  # 0 or 1
+    clips: bool
     n_tensors: int
     n_bytes: int
     dtype: str
     threads: int
     rounds: int
-    us_low: float
+    us_p20: float
     us: float
-    us_high: float
-    ratio_low: float | None = None
+    us_p80: float
+    ratio_p20: float | None = None
     ratio: float | None = None
-    ratio_high: float | None = None
+    ratio_p80: float | None = None
 
 
 # Gradients
@@ -102,7 +102,7 @@ class Point:
 class Turn(NamedTuple):
     """What one call works on: gradients, left alone and clipped, or one tensor and a target."""
 
-    problems: tuple[Clip, Clip]
+    problems: tuple[Problem, Problem]
     source: Tensor
     target: Tensor
 
@@ -139,7 +139,7 @@ class Turns:
             return call(problem.parameters, problem.max_norm)
 
         def check(norm: Tensor) -> None:
-            settle(name, self._now.problems[clips], norm)
+            self._now.problems[clips].settle(name, norm)
 
         return Side(name + CLIPPED * clips, run, self._turn, check)
 
@@ -201,7 +201,7 @@ def race(
     for side in sides:
         times = spread([1e6 * s for s in seconds[side.name]])
         name, clips = side.name.removesuffix(CLIPPED), side.name.endswith(CLIPPED)
-        place = (sweep, name, int(clips))
+        place = (sweep, name, clips)
         how = ("float32", torch.get_num_threads(), rounds)
         if name in RATES:
             yield Point(*place, 1, probed, *how, *times)
@@ -221,12 +221,12 @@ HEADER = (
 
 
 def line(point: Point) -> str:
-    ends = f"{point.us_low:,.1f} - {point.us_high:,.1f}"
+    ends = f"{point.us_p20:,.1f} - {point.us_p80:,.1f}"
     ratio = "" if point.ratio is None or point.side == "torch" else f"{point.ratio:.2f}x"
     rate = "" if point.side not in RATES else f"{point.n_bytes / point.us / 1e3:.1f} GB/s"
     return (
         f"{point.sweep:<9}{point.n_tensors:>8,}{size(point.n_bytes):>10}{point.threads:>8}  "
-        f"{point.side + CLIPPED * point.clipped:<17}{point.us:>10,.1f} us  {ends:<22}"
+        f"{point.side + CLIPPED * point.clips:<17}{point.us:>10,.1f} us  {ends:<22}"
         f"{ratio or rate:>9}"
     ).rstrip()
 
@@ -243,16 +243,16 @@ def fitted(points: Sequence[Point]) -> Iterator[str]:
     for sweep, along in (("tensors", "n_tensors"), ("bytes", "n_bytes")):
         if not any(p.sweep == sweep for p in points):
             continue
-        for clipped in (0, 1):
+        for clips in (False, True):
             for side in CALLS:
                 chosen = [p for p in points if (p.sweep, p.side) == (sweep, side)]
-                chosen = [p for p in chosen if p.clipped == clipped]
+                chosen = [p for p in chosen if p.clips == clips]
                 found = fit([getattr(p, along) for p in chosen], [p.us for p in chosen])
                 slope = f"{found.slope:.3f} us a tensor"
                 if sweep == "bytes":
                     slope = f"bytes at {1e-3 / found.slope:.1f} GB/s"
                 yield (
-                    f"{sweep:<9}{side + CLIPPED * clipped:<18}{found.fixed:>7.1f} us + {slope}"
+                    f"{sweep:<9}{side + CLIPPED * clips:<18}{found.fixed:>7.1f} us + {slope}"
                     f" (within {found.off:.0%} of each median)"
                 )
 

@@ -152,9 +152,17 @@ def ratio_legend(figure: Any, dtypes: Sequence[str], sides: Sequence[str]) -> No
             )
             for side in sides
         ]
-    limit = "what memory allows"
+    limit = "what memory allows (arrow: beyond)"
     marks.append(Line2D([], [], color=MUTED, linestyle="", marker="|", markersize=8, label=limit))
     figure.legend(handles=marks, loc="outside upper center", ncols=len(marks), frameon=False)
+
+
+def plain_log(axes: Any) -> None:
+    """Both axes logarithmic, their numbers written out."""
+    for set_scale, axis in ((axes.set_xscale, axes.xaxis), (axes.set_yscale, axes.yaxis)):
+        set_scale("log")
+        axis.set_major_formatter("{x:,.0f}")
+    axes.minorticks_off()
 
 
 def legend(axes: Any, loc: str) -> None:
