@@ -36,6 +36,7 @@ NONE, TORCH = "no clipping", "torch"
 FUNCTION, STEP = "fastclip.clip_grad_norm_", "GradClipper.step"
 VARIANTS = (NONE, TORCH, FUNCTION, STEP)
 MAX_NORM = 1.0
+TOLD = 20  # steps between two lines of progress
 CLOSE = 0.01  # nats: by so much losses may differ from torch's
 
 
@@ -51,7 +52,7 @@ class Plan:
     batch: int
 
 
-FULL = Plan(steps=100, warm_up=5, width=512, blocks=4, context=64, batch=4)
+FULL = Plan(steps=100, warm_up=5, width=512, blocks=3, context=64, batch=4)
 QUICK = Plan(steps=6, warm_up=2, width=32, blocks=1, context=16, batch=2)
 
 
@@ -121,6 +122,8 @@ def train(plan: Plan) -> dict[str, Training]:
         inputs, targets = batch(learned, plan.batch, plan.context, random)
         for name in VARIANTS if number % 2 == 0 else reversed(VARIANTS):
             runs[name].step(inputs, targets)
+        if (number + 1) % TOLD == 0:
+            print(f"{number + 1} of {plan.steps} steps", file=sys.stderr, flush=True)
     return runs
 
 
