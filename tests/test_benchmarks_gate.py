@@ -3,6 +3,7 @@
 import math
 from collections.abc import Callable
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 
@@ -41,6 +42,18 @@ def contest(clock: list[float], ratios: list[float]) -> Row:
     return Row("fake", "a fake contest", build, TARGET)
 
 
+def idle(monkeypatch: pytest.MonkeyPatch, complaints: list[str | None]) -> None:
+    """What is found out about the machine after each measurement that missed."""
+    left = iter(complaints)
+    found = SimpleNamespace(complaint=lambda: next(left))
+    monkeypatch.setattr(machine, "Others", lambda: SimpleNamespace(idleness=lambda: found))
+
+
+@pytest.fixture(autouse=True)
+def _idle(monkeypatch: pytest.MonkeyPatch) -> None:
+    idle(monkeypatch, [None] * gate.TRIES)
+
+
 @pytest.mark.parametrize(
     ("ratios", "measured", "met"),
     [
@@ -57,11 +70,21 @@ def test_a_row_fails_only_if_it_is_too_slow_every_time(
 ) -> None:
     verdict = gate.judge(contest(clock, ratios), QUICK)
     assert verdict.ratios == pytest.approx(ratios[:measured])
-    assert verdict.met is met
+    assert (verdict.met, verdict.failed) == (met, not met)
+
+
+def test_a_slow_row_on_a_busy_machine_is_not_judged(
+    clock: list[float], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    idle(monkeypatch, [None, "a neighbour", None])
+    verdict = gate.judge(contest(clock, [1.0, 1.0, 1.0]), QUICK)
+    assert (verdict.met, verdict.failed) == (False, False)
+    assert str(verdict).startswith("not judged fake ")
+    assert str(verdict).endswith("limit 4x): a neighbour")
 
 
 def test_a_nan_is_not_a_speed() -> None:
-    assert not Verdict("row", [math.nan], 0.1).met
+    assert Verdict("row", 0.1, [math.nan]).failed
 
 
 @pytest.fixture
