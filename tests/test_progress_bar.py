@@ -4,7 +4,6 @@ import io
 
 import pytest
 
-from fastclip.commands import progress_bar
 from fastclip.commands.progress_bar import ERASE, Progress
 
 
@@ -16,7 +15,7 @@ class Terminal(io.StringIO):
 @pytest.fixture
 def clock(monkeypatch: pytest.MonkeyPatch) -> list[float]:
     now = [100.0]
-    monkeypatch.setattr(progress_bar.time, "monotonic", lambda: now[0])
+    monkeypatch.setattr("fastclip.commands.progress_bar.time.monotonic", lambda: now[0])
     return now
 
 
