@@ -7,7 +7,7 @@ PY := $(VENV)/bin/python
 PIP := $(PY) -m pip install --quiet --disable-pip-version-check --constraint constraints.txt
 CXX_FILES = find csrc tests -type f '(' -name '*.cpp' -o -name '*.h' -o -name '*.cu' -o -name '*.cuh' ')'
 
-.PHONY: demo test lint bench test-triton-oldest test-torches test-gpu bench-gpu bench-plan coverage format clean
+.PHONY: demo test lint bench gate bench-training bench-plan test-triton-oldest test-torches test-gpu bench-gpu coverage format clean
 
 demo: $(VENV)/.installed
 	$(PY) -m fastclip demo
@@ -24,6 +24,12 @@ lint: $(VENV)/.installed
 
 bench: $(VENV)/.installed
 	$(PY) -m benchmarks.cpu
+
+gate: $(VENV)/.installed
+	$(PY) -m benchmarks.gate
+
+bench-training: $(VENV)/.installed
+	$(PY) -m benchmarks.training
 
 bench-plan: $(VENV)/.installed
 	$(PY) -m benchmarks.plan
