@@ -117,14 +117,14 @@ def ratio_axis(axes: Sequence[Any], low: float, high: float) -> float:
         one.minorticks_off()
         one.axvspan(low, 1, color="#eaeef2", zorder=0, linewidth=0)
         one.text(
-            0.96,
+            low * 1.03,
             0.01,
             "torch is faster",
             transform=one.get_xaxis_transform(),
             fontsize=SMALL,
             color=MUTED,
             rotation=90,
-            horizontalalignment="right",
+            horizontalalignment="left",
             verticalalignment="bottom",
         )
     return high

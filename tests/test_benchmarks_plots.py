@@ -11,7 +11,7 @@ import pytest
 
 from benchmarks import figures, plots, style
 from benchmarks.problems import RATES
-from benchmarks.records import Row, read, write
+from benchmarks.records import RESULTS, Row, read, write
 
 ROOT = Path(__file__).resolve().parents[1]
 
@@ -268,7 +268,7 @@ def test_a_card_that_was_not_measured_is_one_clear_line(
 def test_without_matplotlib_it_says_so(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(plots.importlib.util, "find_spec", lambda name: None)
+    monkeypatch.setattr("benchmarks.plots.importlib.util.find_spec", lambda name: None)
     assert status([]) == 2
     assert "matplotlib, of the extra bench, is not installed" in capsys.readouterr().err
 
