@@ -20,6 +20,7 @@ from time import perf_counter
 from typing import NamedTuple
 
 import torch
+from fastclip.benchmarking.models import Shape, gpt2, many
 from torch import Tensor
 
 import fastclip
@@ -37,7 +38,7 @@ from fastclip.benchmarking.measure import (
     rounds_for,
     spread,
 )
-from fastclip.benchmarking.workloads import Shape, gpt2_small, gradients, many
+from fastclip.benchmarking.workloads import gradients
 
 KIB, GIB = 1 << 10, 1 << 30
 TINY = 16  # elements of each tensor of the first sweep: a cache line
@@ -64,13 +65,13 @@ class Plan:
 FULL = Plan(
     counts=(1, 3, 10, 30, 100, 300, 1000, 3000, 10_000, 30_000, 100_000),
     sizes=tuple(KIB << n for n in range(0, 23, 2)),
-    model=gpt2_small(),
+    model=gpt2(),
     probe=PROBE,
     seconds=1.0,
     least_rounds=6,
     most_rounds=60,
 )
-QUICK = Plan((1, 10, 100), (KIB, 64 * KIB, 1024 * KIB), gpt2_small(24), 1 << 16, 0.02, 2, 4)
+QUICK = Plan((1, 10, 100), (KIB, 64 * KIB, 1024 * KIB), gpt2(24), 1 << 16, 0.02, 2, 4)
 
 
 @dataclass(frozen=True)

@@ -113,7 +113,7 @@ def test_every_side_clips_the_same_gradients_again_and_again(
     sides = clip_sides(problem, session.absent)
     assert [side.name for side in sides] == ["torch", "fastclip-reference"]
     Clock(None, FakeCuda()).race(sides, rounds=4)  # every side judges its own results
-    assert problem.gradients[0].view(-1)[0].item() == pytest.approx(1.0, rel=0.01)
+    assert problem.gradients[0].view(-1)[0].item() == pytest.approx(1.0, rel=0.03)
 
 
 @pytest.mark.parametrize("clips", [False, True], ids=["alone", "clipped"])
@@ -296,9 +296,9 @@ def test_no_work_is_begun_when_the_time_is_over(
 
 
 def test_what_the_memory_does_not_hold_is_left_out(card: Card) -> None:
-    held = Work("workloads", "large", ((1 << 28,),))
+    held = Work("workloads", "large", ((3 << 26,),))
     assert card.has_room_for(held)
-    assert not card.has_room_for(replace(held, shapes=((1 << 29,),)))
+    assert not card.has_room_for(replace(held, shapes=((1 << 28,),)))
     assert not card.has_room_for(replace(held, sweep="steps"))
 
 

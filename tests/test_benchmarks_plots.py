@@ -291,9 +291,7 @@ def test_the_readme_shows_each_picture_as_its_csv_has_it(
 ) -> None:
     name = f"{picture.name}.svg"
     assert f"(docs/{name})" in (ROOT / "README.md").read_text()
-    style.save(
-        picture.draw(*(read(plots.RESULTS / one) for one in picture.sources)), tmp_path / name
-    )
+    style.save(picture.draw(*(read(RESULTS / one) for one in picture.sources)), tmp_path / name)
     drawn = (tmp_path / name).read_text()
     assert drawn.count("<path") == (plots.DOCS / name).read_text().count("<path")
     assert sizes(tmp_path / name) == sizes(plots.DOCS / name)

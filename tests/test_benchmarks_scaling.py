@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from fastclip.benchmarking.models import many
 
 from benchmarks import scaling
 from benchmarks.lines import fit
@@ -13,7 +14,7 @@ from benchmarks.records import number, read, write
 from benchmarks.scaling import QUICK, Turn, Turns, cache_bytes, copies, size, threads_up_to
 from fastclip.benchmarking.machine import n_cores
 from fastclip.benchmarking.measure import interleave
-from fastclip.benchmarking.workloads import gradients, many
+from fastclip.benchmarking.workloads import gradients
 
 KIB, MIB = 1 << 10, 1 << 20
 
