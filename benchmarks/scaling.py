@@ -20,7 +20,6 @@ from time import perf_counter
 from typing import NamedTuple
 
 import torch
-from fastclip.benchmarking.models import Shape, gpt2, many
 from torch import Tensor
 
 import fastclip
@@ -38,6 +37,7 @@ from fastclip.benchmarking.measure import (
     rounds_for,
     spread,
 )
+from fastclip.benchmarking.models import Shape, gpt2, many
 from fastclip.benchmarking.workloads import gradients
 
 KIB, GIB = 1 << 10, 1 << 30
@@ -268,12 +268,6 @@ def available() -> int:
     return machine.describe().memory_gib * GIB
 
 
-def cache_bytes(name: str) -> int:
-    """Of `Machine.last_level_cache`, say "L3 32768K"; 64 MiB where it is not known."""
-    digits = "".join(c for c in name.split(" ")[-1] if c.isdigit())
-    return int(digits) * KIB if digits else 64 * KIB**2
-
-
 def main(arguments: Sequence[str] | None = None) -> int:
     args = _parser().parse_args(arguments)
     plan = QUICK if args.quick else FULL
@@ -282,7 +276,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     torch.set_num_threads(here.cores)
     points: list[Point] = []
     print(HEADER)
-    for point in _points(args.sweep, plan, cache_bytes(here.last_level_cache), here.cores):
+    for point in _points(args.sweep, plan, machine.last_level_bytes(), here.cores):
         points.append(point)
         print(line(point), flush=True)
     if fits := list(fitted(points)):

@@ -5,15 +5,15 @@ from pathlib import Path
 
 import pytest
 import torch
-from fastclip.benchmarking.models import many
 
 from benchmarks import scaling
 from benchmarks.lines import fit
 from benchmarks.problems import RATES, both
 from benchmarks.records import number, read, write
-from benchmarks.scaling import QUICK, Turn, Turns, cache_bytes, copies, size, threads_up_to
+from benchmarks.scaling import QUICK, Turn, Turns, copies, size, threads_up_to
 from fastclip.benchmarking.machine import n_cores
 from fastclip.benchmarking.measure import interleave
+from fastclip.benchmarking.models import many
 from fastclip.benchmarking.workloads import gradients
 
 KIB, MIB = 1 << 10, 1 << 20
@@ -117,13 +117,6 @@ def test_threads_double_up_to_all_cores() -> None:
     assert threads_up_to(2) == [1, 2]
     assert threads_up_to(6) == [1, 2, 4, 6]
     assert threads_up_to(8) == [1, 2, 4, 8]
-
-
-@pytest.mark.parametrize(
-    ("name", "expected"), [("L3 32768K", 32 * MIB), ("L2 512K", 512 * KIB), ("unknown", 64 * MIB)]
-)
-def test_the_cache_is_read_from_its_name(name: str, expected: int) -> None:
-    assert cache_bytes(name) == expected
 
 
 def test_what_memory_does_not_hold_is_left_out_by_name(
