@@ -9,6 +9,7 @@ Has not run on a GPU yet; its tests run it on a CPU that plays the card.
 """
 
 import argparse
+import gc
 import importlib.metadata
 import re
 import sys
@@ -70,12 +71,13 @@ def _run(card: Card, args: argparse.Namespace) -> tuple[list[Row], list[str]]:
             for row in session.measure(work):
                 rows.append(row)
                 print(line(row), flush=True)
+            gc.collect()
             card.cuda.empty_cache()
     return rows, session.faults
 
 
 HEADER = (
-    f"{'work':<18}{'dtype':<10}{'bytes':>15}  {'competitor':<20}{'device':>11}{'host':>12}"
+    f"{'work':<20}{'dtype':<10}{'bytes':>15}  {'competitor':<20}{'device':>11}{'host':>12}"
     f"{'ratio':>7}"
 )
 
@@ -84,7 +86,7 @@ def line(row: Row) -> str:
     clipped = " clipped" if row["clips"] else ""
     ratio = "" if row["ratio"] is None else f"{row['ratio']:.2f}x"
     return (
-        f"{row['workload']}{clipped:<{18 - len(str(row['workload']))}}{row['dtype']:<10}"
+        f"{row['workload']}{clipped:<{20 - len(str(row['workload']))}}{row['dtype']:<10}"
         f"{row['n_bytes']:>15,}  {row['side']:<20}{row['us']:>8.1f} us{row['host_us']:>9.1f} us"
         f"{ratio:>7}"
     )

@@ -2,7 +2,7 @@
 
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -82,9 +82,35 @@ def limits(card: Card, probe: int) -> Limits:
     return Limits(max(rate["sum"], rate["aminmax"]), rate["mul_"], rate["copy_"])
 
 
+class Race:
+    """One list of gradients and who competes on it; `extra` is their memory, once tried."""
+
+    def __init__(self, card: Card, work: Work, clips: bool, absent: Mapping[str, str]) -> None:
+        self.card = card
+        self.problem = both(made_on(card.device, work.shapes, work.dtypes))[clips]
+        make = step_sides if work.sweep == "steps" else clip_sides
+        self.sides = make(self.problem, absent)
+        if work.sweep == "bytes" and not clips:
+            self.sides += rates(self.problem.n_bytes, card.device)
+        self.clock = card.clock(self.problem.n_bytes)
+        self.extra: dict[str, int] = {}
+
+    def try_out(self, side: Side) -> None:
+        self.clock.host_us(side)  # the first call compiles
+        self.extra[side.name] = self.card.extra_bytes(side)
+
+    def run(self, plan: Plan) -> tuple[int, dict[str, Times]]:
+        """How many rounds there were, and their times."""
+        start = time.monotonic()
+        self.clock.race(self.sides, 1)
+        spent = time.monotonic() - start
+        rounds = rounds_for(spent, plan.seconds, plan.least_rounds, plan.most_rounds)
+        return rounds, self.clock.race(self.sides, rounds)
+
+
 @dataclass
 class Session:
-    """What is missing on the card, and which of fastclip's own competitors failed."""
+    """What is missing on the card, and what failed of torch and of fastclip."""
 
     card: Card
     plan: Plan
@@ -95,44 +121,44 @@ class Session:
     def measure(self, work: Work) -> Iterator[Row]:
         """Not clipped, then clipped: one row a competitor. Nothing if torch fails."""
         for clips in (False, True):
-            yield from self._race(work, clips, self.absent)
+            race = self._race(work, clips)
+            if race is not None:
+                yield from self._rows(work, clips, race)
 
-    def _race(self, work: Work, clips: bool, absent: dict[str, str]) -> Iterator[Row]:
-        """Whoever fails is left out, and the others race on fresh gradients."""
-        problem = both(made_on(self.card.device, work.shapes, work.dtypes))[clips]
-        sides = (step_sides if work.sweep == "steps" else clip_sides)(problem, absent)
-        if work.sweep == "bytes" and not clips:
-            sides += rates(problem.n_bytes, self.card.device)
-        clock = self.card.clock(problem.n_bytes)
-        extra = {}
-        for side in sides:
+    def _race(self, work: Work, clips: bool) -> Race | None:
+        """Whoever fails is left out, and the others start over on fresh gradients."""
+        absent = dict(self.absent)
+        while "torch" not in absent:
+            race = None  # what the last one held is free before the next is made
+            name = "torch"  # without gradients it cannot be measured either
             try:
-                clock.host_us(side)  # the first call compiles
-                extra[side.name] = self.card.extra_bytes(side)
+                race = Race(self.card, work, clips, absent)
+                for side in race.sides:
+                    name = side.name
+                    race.try_out(side)
+                return race
             # One that fails must not take the others with it, whatever it raises.
             except Exception as error:
-                self._failed(f"{work.name}{' clipped' * clips}", side.name, error)
-                if side.name != "torch":
-                    yield from self._race(work, clips, {**absent, side.name: str(error)})
-                return
-        start = time.monotonic()
-        clock.race(sides, 1)
-        plan, spent = self.plan, time.monotonic() - start
-        rounds = rounds_for(spent, plan.seconds, plan.least_rounds, plan.most_rounds)
-        times = clock.race(sides, rounds)
+                absent[name] = str(error)
+                self._failed(f"{work.name}, {work.dtype}{', clipped' * clips}", name, error)
+        return None
+
+    def _rows(self, work: Work, clips: bool, race: Race) -> Iterator[Row]:
+        n_bytes = race.problem.n_bytes
+        rounds, times = race.run(self.plan)
         place = {
             "sweep": work.sweep,
             "name": f"{work.name}-{work.dtype}{'-clipped' * clips}",
             "workload": work.name,
             "clips": clips,
             "n_tensors": len(work.shapes),
-            "n_bytes": problem.n_bytes,
+            "n_bytes": n_bytes,
             "dtype": work.dtype,
             "rounds": rounds,
         }
-        for side in sides:
-            numbers = self._numbers(work, clips, problem.n_bytes, side.name, times)
-            yield {**place, "side": side.name, "extra_bytes": extra[side.name], **numbers}
+        for name, extra in race.extra.items():
+            numbers = self._numbers(work, clips, n_bytes, name, times)
+            yield {**place, "side": name, "extra_bytes": extra, **numbers}
 
     def _numbers(
         self, work: Work, clips: bool, n_bytes: int, name: str, times: dict[str, Times]

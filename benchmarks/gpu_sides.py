@@ -6,7 +6,7 @@ with fused AdamW. A competitor that cannot take part is a gap with its reason.
 """
 
 import importlib
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import partial
 
 import torch
@@ -37,7 +37,7 @@ def missing() -> dict[str, str]:
     return {name: reason for name, reason in reasons.items() if reason is not None}
 
 
-def clip_sides(problem: Problem, absent: dict[str, str]) -> list[Side]:
+def clip_sides(problem: Problem, absent: Mapping[str, str]) -> list[Side]:
     """torch first. apex and TransformerEngine take lists of one dtype only."""
     calls: dict[str, Call] = {"torch": _torch}
     calls.update({f"fastclip-{name}": partial(_fastclip, name) for name in BACKENDS})
@@ -50,7 +50,7 @@ def clip_sides(problem: Problem, absent: dict[str, str]) -> list[Side]:
     ]
 
 
-def step_sides(problem: Problem, absent: dict[str, str]) -> list[Side]:
+def step_sides(problem: Problem, absent: Mapping[str, str]) -> list[Side]:
     steps = _Steps(problem)
     calls: dict[str, Callable[[], Tensor]] = {"torch": steps.by_torch}
     calls.update({f"fastclip-{name}": partial(steps.by_fastclip, name) for name in BACKENDS})

@@ -9,14 +9,15 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
-from fastclip.benchmarking.models import Shape
 
 from fastclip.benchmarking import models, workloads
-from fastclip.benchmarking.workloads import DTYPES, MIXED, WORKLOADS
+from fastclip.benchmarking.models import Shape
+from fastclip.benchmarking.workloads import DTYPES, MEAN_SQUARE, MIXED, WORKLOADS
 
 KIB = 1 << 10
 PARTS = 4  # tensors of the works of `bytes`
 TINY = 16  # elements of each tensor of those of `tensors`
+LARGEST_HALF = 65504.0  # of a float16, in which torch returns norms: beyond, it clips to zeros
 STEPPED = "gpt2-small"
 LARGER = {
     "llama3-8b/16": ("llama3-8b", models.llama()),
@@ -68,8 +69,13 @@ def _works(
         for dtype in DTYPES
         for name, shapes in lists.items()
         if not (len(shapes) == 1 and dtype == MIXED)  # one tensor has one dtype
+        and not (dtype == "float16" and norm(shapes) > LARGEST_HALF)
     ]
     return (*by_bytes, *by_count, steps, *of_models)
+
+
+def norm(shapes: Sequence[Shape]) -> float:
+    return math.sqrt(MEAN_SQUARE * sum(math.prod(shape) for shape in shapes))
 
 
 def _lists() -> dict[str, list[Shape]]:

@@ -63,7 +63,7 @@ def test_the_device_is_timed_between_events_behind_a_sleep() -> None:
 def test_the_sleep_has_an_end() -> None:
     cuda = FakeCuda()
     Clock(None, cuda).device_us(Side("a", lambda: None), host_us=1e9)
-    assert "sleep 100000000" in cuda.log  # 50 ms at 2 GHz
+    assert "sleep 2000000000" in cuda.log  # a second at 2 GHz
 
 
 def test_the_host_is_timed_alone(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -237,7 +237,7 @@ def test_who_fails_is_left_out_and_the_others_race_on(
     monkeypatch.setattr(gpu_session, "clip_sides", with_one_that_fails)
     rows = list(session.measure(Work("workloads", "small", SHAPES)))
     assert [row["side"] for row in rows if row["clips"] is False] == left
-    words = f"small: {name} left out, ValueError: a kernel went wrong"
+    words = f"small, float32: {name} left out, ValueError: a kernel went wrong"
     assert words in capsys.readouterr().err
     assert len(session.faults) == 2 * faults
 
@@ -250,7 +250,7 @@ def test_without_torch_there_is_no_row(
 
     monkeypatch.setattr(torch.nn.utils, "clip_grad_norm_", fail)
     assert list(session.measure(Work("workloads", "small", SHAPES))) == []
-    assert "small: torch left out, OutOfMemoryError: too large" in capsys.readouterr().err
+    assert "small, float32: torch left out, OutOfMemoryError: too large" in capsys.readouterr().err
 
 
 def test_works_fit_a_card_and_come_with_sizes_and_counts() -> None:
@@ -259,6 +259,20 @@ def test_works_fit_a_card_and_come_with_sizes_and_counts() -> None:
     sizes = [work.n_bytes for work in FULL.works if work.sweep == "bytes"]
     assert (min(sizes), max(sizes)) == (1 << 16, 1 << 34)
     assert {work.dtype for work in FULL.works} == {"float32", "bfloat16", "float16", "mixed"}
+    seconds = 2 * len(FULL.works) * FULL.seconds  # not clipped and clipped
+    assert seconds < 0.6 * gpu.SECONDS  # the rest is for making gradients and compiling
+
+
+def test_what_torch_cannot_clip_in_float16_is_no_work() -> None:
+    """Llama 3 8B has a norm that float16 does not hold: torch's clip makes it all zeros."""
+    dtypes = {work.dtype for work in FULL.works if work.name == "llama3-8b"}
+    assert dtypes == {"float32", "bfloat16", "mixed"}
+    overflowing = [torch.full((65504,), 300.0, dtype=torch.float16)]
+    _, clipped = both(overflowing)
+    total = torch.nn.utils.clip_grad_norm_(clipped.parameters, clipped.max_norm)
+    assert not overflowing[0].any()
+    with pytest.raises(RuntimeError, match="left 0 and 0 of the gradients"):
+        clipped.settle("torch", total)
 
 
 # the command

@@ -38,7 +38,7 @@ def interleave(
     """Seconds per side, one per round; entry i of every list comes from round i. `after` is called,
     untimed, behind each round with its index."""
     seconds: dict[str, list[float]] = {side.name: [] for side in sides}
-    with _no_garbage_collection():
+    with no_garbage_collection():
         for index in range(rounds):
             for side in sides if index % 2 == 0 else reversed(sides):
                 seconds[side.name].append(once(side))
@@ -79,7 +79,7 @@ def once(side: Side) -> float:
 
 
 @contextmanager
-def _no_garbage_collection() -> Iterator[None]:
+def no_garbage_collection() -> Iterator[None]:
     """As timeit does: a collection that hits one side only is not that side's cost."""
     enabled = gc.isenabled()
     gc.collect()
