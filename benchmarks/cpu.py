@@ -22,12 +22,13 @@ from fastclip.benchmarking.runner import Result, run
 
 MEMORY_ROWS = [f"memory-{dtype}" for dtype in DTYPES]
 NAMES = [*(row.name for row in ROWS), *MEMORY_ROWS]
+BIG = {row.name for row in ROWS if row.big}
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     parser = _parser()
     args = parser.parse_args(arguments)
-    chosen = [name for name in NAMES if args.filter in name]
+    chosen = [name for name in NAMES if args.filter in name and (args.all or name not in BIG)]
     if not chosen:
         parser.error(f"no row's name contains {args.filter!r}; rows: {', '.join(NAMES)}")
     if args.threads < 1:
@@ -71,7 +72,7 @@ def _run(args: argparse.Namespace, chosen: list[str]) -> report.Run:
         result = _result(name, args)
         if result is not None:
             results.append(result)
-            say(report.line(result))
+            say("\n".join([report.line(result), *report.peer_lines(result)]))
     say(report.footing(results))
     if reason := _memory_missing(chosen):
         say(f"not measured: {reason}")
@@ -114,10 +115,11 @@ def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="python -m benchmarks.cpu",
         description="fastclip against torch on the CPU, as ratios of the same run.",
-        epilog=f"rows: {', '.join(NAMES)}",
+        epilog=f"rows: {', '.join(NAMES)}; with --all only: {', '.join(sorted(BIG))}",
     )
     parser.add_argument("--quick", action="store_true", help="small sizes: does it run?")
     parser.add_argument("--filter", default="", metavar="NAME", help="rows whose name contains it")
+    parser.add_argument("--all", action="store_true", help="also the lists that take long")
     parser.add_argument("--threads", type=int, default=2, metavar="N", help="default 2")
     parser.add_argument("--csv", type=Path, metavar="PATH", help="also write one row a workload")
     parser.add_argument("--json", action="store_true", help="JSON instead of the table")

@@ -27,7 +27,7 @@ from torch import Tensor
 
 from fastclip import backends
 from fastclip.benchmarking.machine import describe
-from fastclip.benchmarking.workloads import gpt2_small
+from fastclip.benchmarking.models import gpt2
 
 BACKENDS = ("triton", "cuda")
 SECONDS = 420  # then no further row is begun
@@ -50,7 +50,7 @@ class Work:
 def workloads() -> list[Work]:
     found = []
     lists: dict[str, list[tuple[int, ...]]] = {
-        "gpt2": gpt2_small(),
+        "gpt2": gpt2(),
         "2000x512": [(512,)] * 2000,
         "148x4096": [(4096,)] * 148,
         "1G": LARGE,
@@ -60,7 +60,7 @@ def workloads() -> list[Work]:
             label = f"{name}-{str(dtype).removeprefix('torch.')}"
             found.append(Work(label, shapes, dtype, False, 1.0))
             found.append(Work(f"{label}-clipped", shapes, dtype, True, 3.0))
-    found.append(Work("gpt2-float16-amp", gpt2_small(), torch.float16, True, 3.0, unscale=True))
+    found.append(Work("gpt2-float16-amp", lists["gpt2"], torch.float16, True, 3.0, unscale=True))
     return found
 
 

@@ -51,7 +51,8 @@ class _Training:
                 OURS, partial(self.backward, self.hooked), partial(self.forward, True), self.check
             ),
         ]
-        return Contest(sides, sum(p.nbytes for p in self.model.parameters()))
+        parameters = list(self.model.parameters())
+        return Contest(sides, sum(p.nbytes for p in parameters), len(parameters))
 
 
 def _transformer(size: Size) -> Contest:

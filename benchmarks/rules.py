@@ -33,7 +33,7 @@ READS = {name: 2 if name == "AGC" else 1 for name in RULES}  # gradients, and pa
 
 
 def _problem(size: Size) -> Clip:
-    problem = clip(size.gpt2)
+    problem = clip(size.shapes("gpt2-small"))
     for parameter in problem.parameters:
         parameter.data.fill_(1.0)  # AGC reads them
     return problem
@@ -60,7 +60,7 @@ def _contest(problem: Clip, name: str, rival: Callable[[], object], rule: Rule) 
         Side(name, rival, None, partial(require_untouched, name, problem)),
         Side(OURS, _ours(problem, rule), None, partial(require_untouched, OURS, problem)),
     ]
-    return Contest(sides, problem.n_bytes)
+    return Contest(sides, problem.n_bytes, problem.n_tensors)
 
 
 def require_untouched(name: str, problem: Clip, result: object) -> None:
