@@ -56,7 +56,7 @@ class Verdict:
         word = "ok" if self.met else "TOO SLOW" if self.failed else "not judged"
         why = "" if self.met or self.failed else f": {self.disturbed}"
         return (
-            f"{word:<11}{self.name:<22} {ratios} "
+            f"{word:<11}{self.name:<28}{ratios} "
             f"(target {self.at_least:g}x, limit {self.limit:.3g}x){why}"
         )
 

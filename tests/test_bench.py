@@ -164,12 +164,13 @@ def test_json_is_all_there_is_on_standard_output(capsys: pytest.CaptureFixture[s
 
 def test_the_picture_has_every_ratio_and_units(tmp_path: Path) -> None:
     pytest.importorskip("matplotlib", reason="matplotlib, of the extra bench, is not installed")
-    axes = bench_plot.draw(
+    figure = bench_plot.draw(
         [result("a", {"torch": [2.0] * 3}), result("b", {"torch": [4.0] * 3, "timm": [0.5] * 3})],
         "a machine",
-    ).axes[0]
+    )
+    axes = figure.axes[0]
     assert [label.get_text() for label in axes.get_yticklabels()] == ["a", "b"]
-    assert [text.get_text() for text in axes.get_legend().get_texts()] == ["torch", "timm"]
+    assert [text.get_text() for text in figure.legends[0].get_texts()] == ["torch", "timm"]
     shown = [list(container[0].get_xdata()) for container in axes.containers]
     assert shown == [[2.0, 4.0], [0.5]]
     assert axes.get_xlabel() == "time over fastclip's (right of 1 fastclip is faster)"
