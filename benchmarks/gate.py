@@ -18,7 +18,7 @@ import torch
 
 from fastclip import backends
 from fastclip.benchmarking import functions, machine
-from fastclip.benchmarking.contest import FULL, Row, Size
+from fastclip.benchmarking.contest import FULL, OURS, Contest, Row, Size
 from fastclip.benchmarking.runner import run
 
 SHARE = 0.8  # of a row's at_least
@@ -56,7 +56,7 @@ class Verdict:
         word = "ok" if self.met else "TOO SLOW" if self.failed else "not judged"
         why = "" if self.met or self.failed else f": {self.disturbed}"
         return (
-            f"{word:<11}{self.name:<22} {ratios} "
+            f"{word:<11}{self.name:<28}{ratios} "
             f"(target {self.at_least:g}x, limit {self.limit:.3g}x){why}"
         )
 
@@ -64,7 +64,7 @@ class Verdict:
 def judge(row: Row, size: Size) -> Verdict:
     """Measures a row until it meets its limit, at most `TRIES` times."""
     assert row.at_least is not None
-    bare = replace(row, reads=0, writes=0)  # how fast memory is does not matter here
+    bare = _bare(row)
     verdict = Verdict(row.name, row.at_least)
     while not verdict.met and len(verdict.ratios) < TRIES:
         others = machine.Others()
@@ -72,6 +72,17 @@ def judge(row: Row, size: Size) -> Verdict:
         if not verdict.met:
             verdict.disturbed = others.idleness().complaint() or verdict.disturbed
     return verdict
+
+
+def _bare(row: Row) -> Row:
+    """The row without what its ratio does not need: other peers, and the rates of memory."""
+
+    def build(size: Size) -> Contest:
+        contest = row.build(size)
+        names = (OURS, *contest.rivals())
+        return replace(contest, sides=[side for side in contest.sides if side.name in names])
+
+    return replace(row, build=build, reads=0, writes=0)
 
 
 def why_not() -> str | None:

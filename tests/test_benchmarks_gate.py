@@ -36,8 +36,12 @@ def contest(clock: list[float], ratios: list[float]) -> Row:
 
         return run_it
 
+    def never() -> None:
+        raise AssertionError("the gate compares with torch alone")
+
     def build(size: Size) -> Contest:
-        return Contest([Side("torch", takes(next(left))), Side(OURS, takes(1.0))], n_bytes=8)
+        sides = [Side("torch", takes(next(left))), Side(OURS, takes(1.0)), Side("peer", never)]
+        return Contest(sides, n_bytes=8, n_tensors=1, baselines=("torch",))
 
     return Row("fake", "a fake contest", build, TARGET)
 
@@ -119,7 +123,7 @@ def test_the_floors_are_those_of_the_rows() -> None:
         row.name: row.at_least for row in functions.ROWS if row.at_least is not None
     }
     assert len(gate.ROWS) == 11
-    assert (gate.SIZE.gpt2, gate.SIZE.n_small) == (FULL.gpt2, FULL.n_small)
+    assert gate.SIZE.shapes("gpt2-small") == FULL.shapes("gpt2-small")
 
 
 def test_without_the_kernels_nothing_is_judged_and_it_says_so(

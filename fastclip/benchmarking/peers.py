@@ -59,6 +59,8 @@ class Peer:
             return "it has the L2 norm only"
         if self.most_tensors is not None and problem.n_tensors > self.most_tensors:
             return f"its compiler takes too long for {problem.n_tensors:,} tensors"
+        if not self.in_place and problem.gradients[0].device.type != "cpu":
+            return "its arrays take the place of gradients on a CPU only"
         if not self.in_place and 2 * problem.n_bytes > memory_bytes:
             return f"its results beside the gradients take {2 * problem.n_bytes / 2**30:.1f} GiB"
         return None

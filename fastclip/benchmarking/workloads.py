@@ -247,7 +247,7 @@ _blocks: dict[torch.dtype, torch.Tensor] = {}
 def _block(dtype: torch.dtype) -> torch.Tensor:
     if dtype not in _blocks:
         generator = torch.Generator().manual_seed(0)
-        block = torch.empty(BLOCK).uniform_(0.5, LARGEST, generator=generator)
+        block = torch.empty(BLOCK, device="cpu").uniform_(0.5, LARGEST, generator=generator)
         # A clip's norm comes from the count, so signs matter only to sums: alternate them.
         block[1::2].neg_()
         _blocks[dtype] = block.to(dtype)
