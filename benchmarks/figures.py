@@ -10,7 +10,7 @@ from benchmarks.records import Row, clips, number
 OURS = "fastclip"
 READS, SCALE = ("sum", "aminmax"), "mul_"
 PANELS = ("not clipped", "clipped")
-KIB = 1 << 10
+LIMITS = ("limit: torch's best read", "limit: that, then its mul_")
 
 
 def ratio(rows: Sequence[Row]) -> Any:
@@ -83,7 +83,8 @@ def bandwidth(rows: Sequence[Row]) -> Any:
     scale = _best(rows, (SCALE,))
     limits = (read, {n: 1 / (1 / read[n] + 1 / scale[n]) for n in read})
     for clipped, axes, limit in zip((False, True), panels, limits, strict=True):
-        axes.plot(*zip(*sorted(limit.items()), strict=True), label="limit", **style.LIMIT)
+        name = LIMITS[clipped]
+        axes.plot(*zip(*sorted(limit.items()), strict=True), label=name, **style.LIMIT)
         for side, chosen in _sides(rows, clipped).items():
             xs = [number(row, "n_bytes") for row in chosen]
             ends = ("us", "us_p80", "us_p20")  # the longest time is the lowest rate
@@ -95,9 +96,9 @@ def bandwidth(rows: Sequence[Row]) -> Any:
         axes.set_title(PANELS[clipped])
         axes.set_xlabel("bytes of all gradients, float32, four tensors")
         style.byte_axis(axes)
+        style.legend(axes, loc="upper left")
     panels[0].set_ylabel("gradients clipped (GB/s)")
     panels[0].set_ylim(bottom=0)
-    style.legend(panels[0], loc="upper left")
     style.caption(figure, rows)
     return figure
 
