@@ -76,6 +76,6 @@ def _mlp(size: Size) -> Contest:
 
 
 ROWS = [
-    Row("overlap-gpt", "backward, clip: hooks, GPT 6 x 384", _transformer),
-    Row("overlap-mlp", "backward, clip: hooks, MLP 24 x 1024", _mlp),
+    Row("overlap-gpt", "backward, clip: hooks, GPT 6 x 384", _transformer, rivals=("after",)),
+    Row("overlap-mlp", "backward, clip: hooks, MLP 24 x 1024", _mlp, rivals=("after",)),
 ]

@@ -61,8 +61,8 @@ def _against_a_read(size: Size, clips: bool) -> Contest:
     step = _Step(size, clips)
     (big,) = gradients([(sum(grad.numel() for grad in step.problem.gradients),)])
     sides = [
-        Side("sum, step", partial(step.with_a_read, big.sum), step.problem.restore),
-        Side("aminmax, step", partial(step.with_a_read, big.aminmax), step.problem.restore),
+        Side(READS[0], partial(step.with_a_read, big.sum), step.problem.restore),
+        Side(READS[1], partial(step.with_a_read, big.aminmax), step.problem.restore),
         step.side(OURS, step.clipped),
     ]
     return Contest(sides, step.problem.n_bytes, step.problem.n_tensors)
@@ -147,6 +147,7 @@ def _mixed_precision_step(size: Size, clips: bool) -> Contest:
     return chain.contest(chain.stepped_by_torch, chain.stepped)
 
 
+READS = ("sum, step", "aminmax, step")
 AT_MOST = 1.05  # times a step without clipping and one read
 SHARE = 0.6  # of the time of a row
 AMP_TARGETS = {"float32": 1.5, "float16": 1.5}
@@ -177,6 +178,7 @@ ROWS = [
         at_least=1 / AT_MOST,
         limit=1.0,
         share=SHARE,
+        rivals=READS,
     ),
     Row(
         "step-adamw-read-clipped",
@@ -186,6 +188,7 @@ ROWS = [
         at_least=1 / AT_MOST * 8 / 9,
         limit=1.0,
         share=SHARE,
+        rivals=READS,
     ),
     *(
         _step_row("step-amp", "AMP, fused AdamW step", _mixed_precision_step, clips)

@@ -45,7 +45,7 @@ FULL = Size(
 # A smoke test: everything runs, the ratios mean nothing (most of it fits in cache).
 QUICK = Size(
     divisor=32,
-    most_tensors=150,
+    most_tensors=24,
     gpt=(32, 1),
     mlp=(512, 2),
     probe_bytes=1 << 22,
@@ -91,10 +91,6 @@ class Row:
     workload: str = ""
     dtype: str = ""
     clips: bool | None = None
+    rivals: tuple[str, ...] = ("torch",)  # as sides or as gaps, each of them takes part
     warm: bool = False  # the last-level cache holds the gradients: so limits are its rates
     big: bool = False  # left out unless asked for: more time or memory than the suite may take
-
-    @property
-    def group(self) -> str:
-        """What rows are compared within: the workload, or the row itself."""
-        return self.workload or self.name

@@ -6,6 +6,7 @@ its reason, never a crash: `contest` puts it beside the sides that run.
 
 import importlib
 import importlib.metadata
+import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cache, partial
@@ -146,9 +147,9 @@ def _process_group() -> None:
 def _optax(problem: Clip) -> Call:
     """The jitted transformation, compiled for this list before anything is timed. Arrays share the
     memory of the gradients; the results do not."""
+    clip = _jitted()
     jax = importlib.import_module("jax")
     copies = [[jax.dlpack.from_dlpack(grad) for grad in grads] for grads in problem.copies()]
-    clip = _jitted()
     jax.block_until_ready(clip(copies[0], problem.max_norm))
     return lambda: jax.block_until_ready(clip(copies[problem.turn], problem.max_norm))
 
@@ -156,6 +157,9 @@ def _optax(problem: Clip) -> Call:
 @cache
 def _jitted() -> Any:
     """One function for all lists, so that a list is compiled once whatever the threshold."""
+    # What XLA makes as many threads as; it reads this when it starts, so in a process whose thread
+    # count changes later it keeps the first one.
+    os.environ.setdefault("NPROC", str(torch.get_num_threads()))
     jax, optax = importlib.import_module("jax"), importlib.import_module("optax")
 
     def clip(grads: list[Any], max_norm: float) -> list[Any]:
@@ -192,3 +196,4 @@ PEERS = [
         most_tensors=OPTAX_TENSORS,
     ),
 ]
+NAMES = tuple(peer.name for peer in PEERS)

@@ -82,7 +82,7 @@ def footing(results: Iterable[AnyResult]) -> str:
         lines.append(f"torch's own kernels, GB/s: {rates}")
     lines += [
         "ratio: the baseline's time over this one's, median of pairs of the same round; baseline:",
-        "the fastest rival, or the faster of torch's two; of limit: least bytes over the rates above",
+        "the fastest rival, or the faster of torch's two; of limit: least bytes at the rates above",
         *_losses(races),
     ]
     return "\n".join(lines)

@@ -218,7 +218,7 @@ class WrongResult(RuntimeError):
 
 
 def require_right(name: str, problem: Clip, norm: torch.Tensor | None) -> None:
-    """Clipped or left alone as the problem wants; `norm` is None where the function returns none."""
+    """Clipped or left alone as the problem wants; `norm` is None where a function returns none."""
     scaled = problem.is_scaled()
     clipped = problem.clips if norm is None else float(norm) > problem.max_norm
     if clipped != problem.clips or scaled != problem.clips:
