@@ -7,7 +7,7 @@ PY := $(VENV)/bin/python
 PIP := $(PY) -m pip install --quiet --disable-pip-version-check --constraint constraints.txt
 CXX_FILES = find csrc tests -type f '(' -name '*.cpp' -o -name '*.h' -o -name '*.cu' -o -name '*.cuh' ')'
 
-.PHONY: demo test lint bench test-triton-oldest test-torches test-gpu bench-gpu bench-plan bench-distributed coverage format clean
+.PHONY: demo test lint bench bench-peers bench-scaling bench-training bench-distributed bench-plan plots gate test-triton-oldest test-torches test-gpu bench-gpu coverage format clean
 
 demo: $(VENV)/.installed
 	$(PY) -m fastclip demo
@@ -24,6 +24,19 @@ lint: $(VENV)/.installed
 
 bench: $(VENV)/.installed
 	$(PY) -m benchmarks.cpu
+
+bench-scaling: $(VENV)/.installed
+	$(PY) -m benchmarks.scaling
+
+plots: $(VENV)/.installed
+	$(PY) -m benchmarks.plots
+	$(PY) -m benchmarks.ablation_plot
+
+gate: $(VENV)/.installed
+	$(PY) -m benchmarks.gate
+
+bench-training: $(VENV)/.installed
+	$(PY) -m benchmarks.training
 
 bench-plan: $(VENV)/.installed
 	$(PY) -m benchmarks.plan
@@ -63,8 +76,8 @@ test-torches: $(TORCHES:%=.torches/%/.installed) $(VENV)/.installed
 	.torches/$*/bin/python -m pip install --quiet --disable-pip-version-check torch==$* numpy pytest hypothesis
 	@touch $@
 
-# On a machine with a GPU, with whatever Python has a torch for it; of other packages: numpy and pytest, and triton
-# and a CUDA compiler for their backends.
+# On a machine with a GPU, with whatever Python has a torch for it; of other packages: numpy and pytest, matplotlib
+# for the pictures of bench-gpu, and triton and a CUDA compiler for their backends.
 GPU_PYTHON ?= python3
 test-gpu:
 	timeout 480 $(GPU_PYTHON) -m pytest -W default tests/gpu tests/test_cases.py -k 'gpu or triton or (cuda and not reference)'

@@ -16,7 +16,6 @@ import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from pydoc_data import topics
 from statistics import median
 
 import torch
@@ -25,6 +24,7 @@ from torch.nn import functional as F
 
 import fastclip
 from benchmarks.gpt import GPT
+from benchmarks.text import VOCABULARY, batch, text
 from fastclip.benchmarking import machine
 from fastclip.rules import AGC, AdaGC, AutoClip, LogZ, MaxNorm, Rule, ZClip
 
@@ -92,7 +92,7 @@ class Training:
 
     def __init__(self, rule: Rule | None, seed: int, plan: Plan) -> None:
         torch.manual_seed(seed)
-        self.model = GPT(plan.width, blocks=2, vocabulary=128, context=CONTEXT)
+        self.model = GPT(plan.width, blocks=2, vocabulary=VOCABULARY, context=CONTEXT)
         self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=2e-3, betas=(0.9, 0.99))
         self.clipper = fastclip.GradClipper(self.model, rule=rule) if rule else None
         self.text, self.held_out = text()
@@ -100,11 +100,11 @@ class Training:
         self.size = plan.batch
         self.norms: list[float] = []
         self.losses: list[float] = []
-        self.judged_by = batch(self.held_out, self.size, torch.Generator().manual_seed(0))
+        self.judged_by = batch(self.held_out, self.size, CONTEXT, torch.Generator().manual_seed(0))
 
     def step(self, corrupted: bool = False) -> None:
         """One step, and the validation loss after it."""
-        inputs, targets = batch(self.text, self.size, self.random)
+        inputs, targets = batch(self.text, self.size, CONTEXT, self.random)
         noise = torch.randint(*PRINTABLE, targets.shape, generator=self.random)
         loss = self._loss(inputs, noise) * FACTOR if corrupted else self._loss(inputs, targets)
         self.optimizer.zero_grad()
@@ -120,21 +120,6 @@ class Training:
 
     def _loss(self, inputs: Tensor, targets: Tensor) -> Tensor:
         return F.cross_entropy(self.model(inputs).flatten(0, 1), targets.flatten())
-
-
-def text() -> tuple[Tensor, Tensor]:
-    """The text to learn and a tenth of it to judge by, as numbers below 128."""
-    written = "\n\n".join(topics.topics.values()).encode("ascii", "replace")
-    whole = torch.tensor(list(written))
-    held_out = len(whole) // 10
-    return whole[:-held_out], whole[-held_out:]
-
-
-def batch(whole: Tensor, size: int, random: torch.Generator) -> tuple[Tensor, Tensor]:
-    """Inputs and targets, ``[size, CONTEXT]`` each."""
-    starts = torch.randint(len(whole) - CONTEXT, (size, 1), generator=random)
-    lines = whole[starts + torch.arange(CONTEXT + 1)]
-    return lines[:, :-1], lines[:, 1:]
 
 
 Losses = tuple[list[float], list[float]]  # of all steps, with the corrupted batch and without

@@ -2,32 +2,26 @@
 
 import argparse
 import sys
-import time
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
-from dataclasses import replace
 from pathlib import Path
 from typing import TextIO
 
-import torch
-
 import fastclip
+from benchmarks.recording import Recording
 from benchmarks.rows import ROWS
-from fastclip import backends
-from fastclip.backends import native
-from fastclip.benchmarking import machine, memory, report
-from fastclip.benchmarking.contest import FULL, QUICK
-from fastclip.benchmarking.memory import DTYPES, MemoryResult
-from fastclip.benchmarking.runner import Result, run
+from fastclip.benchmarking import memory, report
+from fastclip.benchmarking.memory import DTYPES
 
 MEMORY_ROWS = [f"memory-{dtype}" for dtype in DTYPES]
 NAMES = [*(row.name for row in ROWS), *MEMORY_ROWS]
+BIG = {row.name for row in ROWS if row.big}
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     parser = _parser()
     args = parser.parse_args(arguments)
-    chosen = [name for name in NAMES if args.filter in name]
+    chosen = [name for name in NAMES if args.filter in name and (args.all or name not in BIG)]
     if not chosen:
         parser.error(f"no row's name contains {args.filter!r}; rows: {', '.join(NAMES)}")
     if args.threads < 1:
@@ -36,7 +30,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
         parser.error("--check judges the full sizes; --quick shrinks them")
     if args.csv is not None and not args.csv.absolute().parent.is_dir():
         parser.error(f"the folder of --csv {args.csv} does not exist")
-    torch.set_num_threads(args.threads)
     with ExitStack() as stack:
         if args.backend:
             try:
@@ -54,56 +47,17 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def _run(args: argparse.Namespace, chosen: list[str]) -> report.Run:
     say = _say_to(sys.stderr if args.json else sys.stdout)
-    here = machine.describe()
-    backend, kernels = _backend()
-    if args.threads > here.cores:
-        say(f"warning: {args.threads} threads on {here.cores} cores")
-    others = machine.Others()
-    time.sleep(0.5)
-    before = others.idleness()
-    _warn(say, before)
-    if args.quick:
-        say("quick: small sizes and a few rounds prove that it runs; the ratios mean nothing")
-    say(report.heading(here, backend, kernels))
-    results = []
-    others = machine.Others()
+    recording = Recording(say, quick=args.quick, threads=args.threads, backend=args.backend)
+    rows = {row.name: row for row in ROWS}
+    unmeasurable = memory.why_not()
     for name in chosen:
-        result = _result(name, args)
-        if result is not None:
-            results.append(result)
-            say(report.line(result))
-    say(report.footing(results))
-    if reason := _memory_missing(chosen):
-        say(f"not measured: {reason}")
-    during = others.idleness()
-    _warn(say, during)
-    return report.Run(here, backend, kernels, before, during, results)
-
-
-def _result(name: str, args: argparse.Namespace) -> Result | MemoryResult | None:
-    if name not in MEMORY_ROWS:
-        row = next(row for row in ROWS if row.name == name)
-        # Targets are for full sizes: a small one measured against them would only mislead.
-        return run(replace(row, at_least=None), QUICK) if args.quick else run(row, FULL)
-    if memory.why_not() is not None:
-        return None
-    dtype = name.removeprefix("memory-")
-    return memory.run_in_child(dtype, args.threads, args.backend, args.quick)
-
-
-def _memory_missing(chosen: list[str]) -> str | None:
-    return memory.why_not() if set(chosen) & set(MEMORY_ROWS) else None
-
-
-def _backend() -> tuple[str, str]:
-    """The backend's name, and what runs under it."""
-    name = backends.choose(torch.device("cpu")).name
-    return name, f"C++ ({native.simd()})" if name == "cpu" else "plain PyTorch"
-
-
-def _warn(say: Callable[[str], None], idle: machine.Idleness) -> None:
-    if complaint := idle.complaint():
-        say(f"warning: {complaint}; load average {idle.load_average:.2f}")
+        if name in rows:
+            recording.race(rows[name])
+        elif unmeasurable is None:
+            recording.memory(name.removeprefix("memory-"))
+    if unmeasurable is not None and set(chosen) & set(MEMORY_ROWS):
+        say(f"not measured: {unmeasurable}")
+    return recording.finish()
 
 
 def _say_to(stream: TextIO) -> Callable[[str], None]:
@@ -114,10 +68,11 @@ def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="python -m benchmarks.cpu",
         description="fastclip against torch on the CPU, as ratios of the same run.",
-        epilog=f"rows: {', '.join(NAMES)}",
+        epilog=f"rows: {', '.join(NAMES)}; with --all only: {', '.join(sorted(BIG))}",
     )
     parser.add_argument("--quick", action="store_true", help="small sizes: does it run?")
     parser.add_argument("--filter", default="", metavar="NAME", help="rows whose name contains it")
+    parser.add_argument("--all", action="store_true", help="also the lists that take long")
     parser.add_argument("--threads", type=int, default=2, metavar="N", help="default 2")
     parser.add_argument("--csv", type=Path, metavar="PATH", help="also write one row a workload")
     parser.add_argument("--json", action="store_true", help="JSON instead of the table")

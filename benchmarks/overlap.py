@@ -51,7 +51,8 @@ class _Training:
                 OURS, partial(self.backward, self.hooked), partial(self.forward, True), self.check
             ),
         ]
-        return Contest(sides, sum(p.nbytes for p in self.model.parameters()))
+        parameters = list(self.model.parameters())
+        return Contest(sides, sum(p.nbytes for p in parameters), len(parameters))
 
 
 def _transformer(size: Size) -> Contest:
@@ -75,6 +76,6 @@ def _mlp(size: Size) -> Contest:
 
 
 ROWS = [
-    Row("overlap-gpt", "backward, clip: hooks, GPT 6 x 384", _transformer),
-    Row("overlap-mlp", "backward, clip: hooks, MLP 24 x 1024", _mlp),
+    Row("overlap-gpt", "backward, clip: hooks, GPT 6 x 384", _transformer, rivals=("after",)),
+    Row("overlap-mlp", "backward, clip: hooks, MLP 24 x 1024", _mlp, rivals=("after",)),
 ]

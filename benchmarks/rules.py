@@ -5,8 +5,10 @@ All gradients are left as they are. A rule that goes by norms reads them once, a
 threshold does. AGC has to read the parameters too, and cannot do it in less than twice the bytes.
 """
 
+import importlib
 import math
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from functools import partial
 
 import torch
@@ -15,6 +17,7 @@ from torch import Tensor
 import fastclip
 from fastclip.benchmarking.contest import OURS, Contest, Row, Size
 from fastclip.benchmarking.measure import Side
+from fastclip.benchmarking.peers import Peer
 from fastclip.benchmarking.workloads import Clip, clip
 from fastclip.rules import AGC, AdaGC, AutoClip, LogZ, Rule, ZClip
 from tests import reference_rules as reference
@@ -33,7 +36,7 @@ READS = {name: 2 if name == "AGC" else 1 for name in RULES}  # gradients, and pa
 
 
 def _problem(size: Size) -> Clip:
-    problem = clip(size.gpt2)
+    problem = clip(size.shapes("gpt2-small"))
     for parameter in problem.parameters:
         parameter.data.fill_(1.0)  # AGC reads them
     return problem
@@ -47,7 +50,15 @@ def _ours(problem: Clip, rule: Rule | None) -> Callable[[], object]:
 
 def _against_plain(size: Size, rule: str) -> Contest:
     problem = _problem(size)
-    return _contest(problem, "plain", PLAIN[rule](problem.parameters), RULES[rule]())
+    contest = _contest(problem, "plain", PLAIN[rule](problem.parameters), RULES[rule]())
+    if rule not in PEERS:
+        return contest
+    peer = PEERS[rule]
+    if reason := peer.missing():
+        return replace(contest, gaps={peer.name: reason})
+    check = partial(require_untouched, peer.name, problem)
+    sides = [*contest.sides, Side(peer.name, peer.prepare(problem), None, check)]
+    return replace(contest, sides=sides, baselines=("plain",), notes={peer.name: peer.note()})
 
 
 def _against_fixed(size: Size, rule: str) -> Contest:
@@ -60,7 +71,7 @@ def _contest(problem: Clip, name: str, rival: Callable[[], object], rule: Rule) 
         Side(name, rival, None, partial(require_untouched, name, problem)),
         Side(OURS, _ours(problem, rule), None, partial(require_untouched, OURS, problem)),
     ]
-    return Contest(sides, problem.n_bytes)
+    return Contest(sides, problem.n_bytes, problem.n_tensors)
 
 
 def require_untouched(name: str, problem: Clip, result: object) -> None:
@@ -111,7 +122,15 @@ PLAIN: dict[str, Callable[[Sequence[Tensor]], Callable[[], object]]] = {
     "AutoClip": lambda parameters: partial(_by_total, reference.AutoClip(), parameters),
 }
 
-SHARE = 0.25  # of the time of a row: there are ten of these
+
+def _timm(problem: Clip) -> Callable[[], object]:
+    clip = importlib.import_module("timm.utils").adaptive_clip_grad
+    return partial(clip, problem.parameters, clip_factor=10.0, eps=1e-3)
+
+
+PEERS = {"AGC": Peer("timm", "utils.adaptive_clip_grad", _timm, ("timm",), "timm.utils")}
+
+SHARE = 0.4  # of the time of a row: there are ten of these
 
 ROWS = [
     *(
@@ -121,6 +140,7 @@ ROWS = [
             partial(_against_plain, rule=name),
             reads=READS[name],
             share=SHARE,
+            rivals=("plain", *(peer.name for rule, peer in PEERS.items() if rule == name)),
         )
         for name in RULES
     ),
@@ -132,6 +152,7 @@ ROWS = [
             at_least=1 / (AT_MOST * READS[name]),
             reads=READS[name],
             share=SHARE,
+            rivals=("fixed threshold",),
         )
         for name in RULES
     ),

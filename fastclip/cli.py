@@ -19,6 +19,7 @@ COMMANDS = {
     "demo": "one bad batch: a loss spike in half precision, and a real model, saved by clipping",
     "doctor": "what fastclip finds on this machine: versions, backends, and why each was chosen",
     "check": "every available backend against the float64 reference",
+    "bench": "how fast fastclip clips on this machine, beside everybody else who is installed",
     "replay": "the log of a run through the default detectors: what happened, and when it began",
     "calibrate": "a clipping threshold from the log of a healthy run",
 }
@@ -26,6 +27,26 @@ COMMANDS = {
 LOG: tuple[str, dict[str, Any]] = ("log", {"metavar": "LOG", "help": "a log in JSONL"})
 # Beside --json: the arguments of the command's run().
 ARGUMENTS: dict[str, list[tuple[str, dict[str, Any]]]] = {
+    "bench": [
+        ("--quick", {"action": "store_true", "help": "a few rows, in less than a minute"}),
+        (
+            "--filter",
+            {
+                "dest": "contains",
+                "default": "",
+                "metavar": "NAME",
+                "help": "the rows whose name contains it: gpt2-xl, bfloat16-clipped, ...",
+            },
+        ),
+        ("--threads", {"type": int, "metavar": "N", "help": "default: as many as torch takes"}),
+        ("--backend", {"metavar": "NAME", "help": "instead of the automatic choice"}),
+        (
+            "--device",
+            {"choices": ("cpu", "cuda"), "default": "cpu", "help": "default: %(default)s"},
+        ),
+        ("--csv", {"metavar": "PATH", "help": "also write every time, with the machine"}),
+        ("--plot", {"metavar": "PATH", "help": "also draw it: png, svg or pdf"}),
+    ],
     "replay": [LOG],
     "calibrate": [
         LOG,

@@ -19,19 +19,6 @@ def _one_thread() -> None:
     torch.set_num_threads(1)
 
 
-def test_the_text_is_words_of_ascii() -> None:
-    train, held_out = ablation.text()
-    assert len(train) > 8 * len(held_out) > 200_000
-    assert int(torch.cat([train, held_out]).max()) < 128
-    assert "exception" in bytes(held_out.tolist()).decode("ascii")
-
-
-def test_targets_are_the_inputs_moved_by_one() -> None:
-    inputs, targets = ablation.batch(torch.arange(1000), 3, torch.Generator().manual_seed(0))
-    assert inputs.shape == (3, ablation.CONTEXT)
-    assert torch.equal(targets, inputs + 1)
-
-
 def test_the_corrupted_loss_counts_a_hundred_times_and_its_targets_are_noise(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

@@ -3,15 +3,16 @@
 import csv
 import json
 import math
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
 import pytest
 import torch
 
-from benchmarks import cpu
+from benchmarks import cpu, recording, rules
 from benchmarks.rows import ROWS
-from fastclip.benchmarking import memory
+from fastclip.benchmarking import functions, memory, peers
 from fastclip.benchmarking.contest import OURS, QUICK, Row
 from fastclip.benchmarking.machine import Idleness
 from fastclip.benchmarking.measure import (
@@ -23,39 +24,39 @@ from fastclip.benchmarking.measure import (
     spread,
 )
 from fastclip.benchmarking.memory import MemoryResult
-from fastclip.benchmarking.report import HEADER, WIDTH, line
-from fastclip.benchmarking.runner import Result, least_seconds, run
-from fastclip.benchmarking.workloads import (
-    Clip,
-    clip,
-    gpt2_small,
-    gradients,
-    many,
-    plain_statistics,
-)
-
-DTYPES = [torch.float32, torch.bfloat16, torch.float16]
-SMALL = [(300, 7), (65,), (1,)]
+from fastclip.benchmarking.peers import TORCH
+from fastclip.benchmarking.report import HEADER, WIDTH, footing, line, peer_lines, records
+from fastclip.benchmarking.runner import Rates, Result, Timing, least_seconds, run
+from fastclip.benchmarking.workloads import DTYPES, WORKLOADS, Clip
 
 race_rows = pytest.mark.parametrize("row", ROWS, ids=lambda row: row.name)
-each_dtype = pytest.mark.parametrize("dtype", DTYPES, ids=str)
+
+
+def timing(side: str, ratio: float, ms: float) -> Timing:
+    about = Spread(ratio * 0.9, ratio, ratio * 1.1)
+    return Timing(side, Spread(ms, ms, ms), about, 0.5, "", (ms / 1e3,))
 
 
 def result(ratio: float, at_least: float | None) -> Result:
+    row = replace(ROWS[0], title="gpt2-medium, bfloat16, clipped, warm", at_least=at_least)
     return Result(
-        name="row",
-        title="GPT-2 small, bfloat16, clipped",
-        baseline="torch",
-        ratio=Spread(ratio, ratio, ratio),
-        at_least=at_least,
+        row=row,
+        baseline="torch foreach",
+        timings=(timing(OURS, ratio, 12345.6), timing("torch foreach", 1.0, 99.999)),
+        gaps={"timm": "no module named timm"},
         limit=1234.5,
+        floor_ms=50.0,
         rounds=2,
-        baseline_ms=99.999,
-        ours_ms=12345.6,
         n_bytes=8,
-        read_gbs=30.0,
-        write_gbs=20.0,
+        n_tensors=2,
+        rates=Rates(30e9, 25e9, 20e9, 15e9),
     )
+
+
+@pytest.fixture
+def torch_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Optional peers have tests of their own: XLA compiles for each list."""
+    monkeypatch.setattr(peers, "PEERS", [peer for peer in peers.PEERS if peer.name in TORCH])
 
 
 # measure
@@ -102,12 +103,14 @@ def test_ratios_are_paired_before_the_median_is_taken() -> None:
     ("values", "expected"),
     [
         ([3.0], Spread(3.0, 3.0, 3.0)),
-        ([4.0, 1.0, 3.0, 2.0, 5.0], Spread(2.0, 3.0, 4.0)),
-        ([1.0, 2.0, 3.0, 4.0], Spread(1.75, 2.5, 3.25)),
+        ([6.0, 1.0, 3.0, 2.0, 5.0, 4.0], Spread(2.0, 3.5, 5.0)),
+        ([1.0, 2.0], Spread(1.2, 1.5, 1.8)),
     ],
 )
-def test_spread(values: list[float], expected: Spread) -> None:
-    assert spread(values) == expected
+def test_a_spread_reaches_from_the_20th_to_the_80th_percentile(
+    values: list[float], expected: Spread
+) -> None:
+    assert spread(values) == pytest.approx(expected)
 
 
 @pytest.mark.parametrize(
@@ -117,92 +120,21 @@ def test_rounds_fit_the_budget_and_are_even(round_seconds: float, expected: int)
     assert rounds_for(round_seconds, budget_seconds=7.0, least=6, most=200) == expected
 
 
-# workloads
-
-
-def test_gpt2_small_is_gpt2_small() -> None:
-    shapes = gpt2_small()
-    assert len(shapes) == 148
-    assert sum(math.prod(shape) for shape in shapes) == 124_439_808
-    assert shapes[:2] == [(50257, 768), (1024, 768)]
-    assert shapes[2:14] == [
-        *[(768,), (768,)],
-        *[(768, 2304), (2304,), (768, 768), (768,)],
-        *[(768,), (768,)],
-        *[(768, 3072), (3072,), (3072, 768), (768,)],
-    ]
-
-
-@each_dtype
-def test_gradients_have_memory_of_their_own_and_the_promised_values(dtype: torch.dtype) -> None:
-    grads = gradients([*SMALL, (1 << 20, 2)], dtype)
-    assert [g.dtype for g in grads] == [dtype] * 4
-    assert len({g.untyped_storage().data_ptr() for g in grads}) == 4
-    for grad in grads:
-        assert grad.abs().min() >= 0.5
-        assert grad.abs().max() <= 1.5
-    long = grads[-1].view(-1).double()
-    assert long.square().mean().item() == pytest.approx(13 / 12, rel=5e-3)
-    assert abs(long.mean().item()) < 5e-3
-
-
-@each_dtype
-@pytest.mark.parametrize("shapes", [SMALL, many(50, 16), gpt2_small(width=8)], ids=len)
-def test_a_clipped_workload_clips_on_every_repetition(
-    shapes: list[tuple[int, ...]], dtype: torch.dtype
-) -> None:
-    problem = clip(shapes, dtype, clips=True)
-    assert problem.restore is not None
-    originals = [g.clone() for g in problem.gradients]
-    for _ in range(5):
-        problem.restore()
-        assert all(map(torch.equal, problem.gradients, originals))
-        norm = torch.nn.utils.clip_grad_norm_(problem.parameters, problem.max_norm)
-        assert norm > 1.5 * problem.max_norm
-        assert problem.is_scaled()
-        for grad, original in zip(problem.gradients, originals, strict=True):
-            assert (grad.double() / original.double()).max() < 0.7
-            assert grad.abs().min() > torch.finfo(dtype).smallest_normal
-
-
-@each_dtype
-@pytest.mark.parametrize("norm_type", [2.0, math.inf])
-def test_an_unclipped_workload_stays_as_it_is(dtype: torch.dtype, norm_type: float) -> None:
-    problem = clip(SMALL, dtype, norm_type=norm_type)
-    originals = [g.clone() for g in problem.gradients]
-    norm = torch.nn.utils.clip_grad_norm_(problem.parameters, problem.max_norm, norm_type)
-    assert 0 < norm < 0.7 * problem.max_norm < math.inf
-    assert not problem.is_scaled()
-    assert all(map(torch.equal, problem.gradients, originals))
-
-
-def test_the_statistics_baseline_is_right() -> None:
-    nan, inf = math.nan, math.inf
-    grads = [torch.tensor([3.0, -4.0, 0.0]), torch.tensor([[nan, inf], [-inf, -2.0]])]
-    stats = plain_statistics(grads)
-    assert stats["norms"][0] == 5.0
-    assert stats["norms"][1].isnan()
-    assert stats["max_abs"].tolist() == [4.0, 2.0]
-    assert stats["nan_count"].tolist() == [0, 1]
-    assert stats["inf_count"].tolist() == [0, 2]
-    assert stats["zero_count"].tolist() == [1, 0]
-
-
 # rows and runner
 
 
 def test_every_row_of_the_promise_has_its_target() -> None:
     assert {row.name: row.at_least for row in ROWS if row.at_least is not None} == {
-        "gpt2-float32": 2.2,
-        "gpt2-bfloat16": 2.6,
-        "gpt2-float16": 6.0,
-        "gpt2-float32-clipped": 1.05,
-        "gpt2-bfloat16-clipped": 1.2,
-        "gpt2-float16-clipped": 2.8,
-        "gpt2-float32-inf": 8.0,
-        "small-1024": 6.0,
-        "small-1": 5.0,
-        "statistics": 20.0,
+        "gpt2-small-float32": 2.2,
+        "gpt2-small-bfloat16": 2.6,
+        "gpt2-small-float16": 6.0,
+        "gpt2-small-float32-clipped": 1.05,
+        "gpt2-small-bfloat16-clipped": 1.2,
+        "gpt2-small-float16-clipped": 2.8,
+        "gpt2-small-float32-inf": 8.0,
+        "2000x1024-float32-warm": 6.0,
+        "2000x1-float32-warm": 5.0,
+        "statistics-gpt2-small": 20.0,
         "read-rate": 0.85,
         "step-adamw-read": 1 / 1.05,
         "step-adamw-read-clipped": 1 / 1.05 * 8 / 9,
@@ -214,29 +146,71 @@ def test_every_row_of_the_promise_has_its_target() -> None:
 
 
 @race_rows
-def test_each_row_pits_fastclip_against_torch_on_the_bytes_it_says(row: Row) -> None:
+@pytest.mark.usefixtures("torch_alone")
+def test_each_row_pits_fastclip_against_its_rivals_on_the_bytes_it_says(row: Row) -> None:
     contest = row.build(QUICK)
-    assert [side.name for side in contest.sides].count(OURS) == 1
-    assert len(contest.sides) >= 2
+    names = [side.name for side in contest.sides]
+    optional = {peer.name for peer in (*peers.PEERS, *rules.PEERS.values())} - set(TORCH)
+    assert {OURS, *row.rivals} - optional - set(peers.NAMES) <= {*names, *contest.gaps}
+    assert {*names, *contest.gaps} <= {OURS, *row.rivals}
+    assert len(set(names)) == len(names) >= 2
+    assert set(contest.rivals()) <= set(names)
     interleave(contest.sides, rounds=2)  # every side judges its own results
     problems = [side.check.args[1] for side in contest.sides if isinstance(side.check, partial)]
     for problem in problems:
-        assert isinstance(problem, Clip)
-        assert problem.clips == row.name.endswith("clipped")
-        assert problem.n_bytes == contest.n_bytes
+        if isinstance(problem, Clip):
+            assert problem.clips == ("clipped" in row.name)
+            assert (problem.n_bytes, problem.n_tensors) == (contest.n_bytes, contest.n_tensors)
 
 
+def test_names_of_rows_and_sides_are_unique() -> None:
+    assert len({row.name for row in ROWS}) == len(ROWS)
+    assert all(len({OURS, *row.rivals}) == 1 + len(row.rivals) for row in ROWS)
+
+
+@pytest.mark.parametrize("workload", WORKLOADS)
+def test_every_workload_has_rows_in_every_dtype_clipped_and_not(workload: str) -> None:
+    found = {(row.dtype, row.clips) for row in ROWS if row.workload == workload}
+    expected = {(dtype, clips) for dtype in DTYPES for clips in (False, True)}
+    missing = {("mixed", False), ("mixed", True)} if workload == "one" else set()
+    assert expected - found == missing
+
+
+@pytest.mark.usefixtures("torch_alone")
 def test_a_side_that_does_not_clip_ends_the_run() -> None:
-    (row,) = (row for row in ROWS if row.name == "small-1024-clipped")
+    (row,) = (row for row in ROWS if row.name == "2000x1024-float32-clipped")
     ours = next(side for side in row.build(QUICK).sides if side.name == OURS)
     lazy = Side(ours.name, lambda: torch.tensor(1e9), ours.before, ours.check)
     with pytest.raises(RuntimeError, match="kept the gradients; this workload is to be clipped"):
         interleave([lazy], rounds=1)
 
 
+@pytest.mark.parametrize("warm", [False, True], ids=["cold", "warm"])
+def test_only_a_warm_list_is_found_in_the_cache(warm: bool) -> None:
+    problem = functions.problem(QUICK, "2000x1024", "float32", warm=warm)
+    assert (len(problem.copies()) == 1) is warm
+
+
 def test_the_limit_is_bytes_over_rates() -> None:
-    assert least_seconds(100, reads=1, writes=0, read=50.0, write=25.0) == 2.0
-    assert least_seconds(100, reads=1, writes=1, read=50.0, write=25.0) == 6.0
+    rates = Rates(read=50.0, write=1.0, rewrite=25.0, copy=1.0)
+    assert least_seconds(100, reads=1, writes=0, rates=rates) == 2.0
+    assert least_seconds(100, reads=1, writes=1, rates=rates) == 6.0
+
+
+@pytest.mark.usefixtures("torch_alone")
+def test_a_row_gives_every_side_its_ratio_and_its_share_of_the_limit() -> None:
+    (row,) = (row for row in ROWS if row.name == "resnet50-mixed-clipped")
+    measured = run(row, QUICK)
+    assert [timing.side for timing in measured.timings] == [OURS, *TORCH]
+    assert measured.baseline in TORCH
+    assert measured.baseline_timing.ratio == Spread(1.0, 1.0, 1.0)
+    assert measured.rates is not None
+    floor = least_seconds(measured.n_bytes, 1, 1, measured.rates) * 1e3
+    assert measured.floor_ms == pytest.approx(floor)
+    for timing in measured.timings:
+        assert len(timing.seconds) == measured.rounds
+        assert timing.of_floor == pytest.approx(floor / timing.ms.median)
+        assert timing.ms.low <= timing.ms.median <= timing.ms.high
 
 
 def test_the_read_rate_is_judged_against_the_faster_of_torchs_reads() -> None:
@@ -291,39 +265,91 @@ def test_only_a_busy_machine_is_complained_about(idle: Idleness, words: str | No
     "row",
     [
         result(123.4, 20.0),
-        result(0.5, 20.0),
-        MemoryResult("m", "extra memory, bfloat16, clipped", 999 << 20, 999 << 20, 1 << 20),
+        result(0.5, None),
+        MemoryResult(
+            *("m", "extra memory, bfloat16, clipped", "gpt2-small", "bfloat16"),
+            {OURS: 999 << 20, "torch foreach": 999 << 20},
+            {"timm": "no module named timm"},
+            allowed=1 << 20,
+        ),
     ],
-    ids=["many digits", "below", "memory"],
+    ids=["many digits", "slower", "memory"],
 )
-def test_the_table_has_100_columns(row: Result | MemoryResult) -> None:
-    assert len(HEADER) <= WIDTH == 100
-    assert len(line(row)) <= WIDTH
+def test_the_table_has_100_columns_and_names_what_is_missing(row: Result | MemoryResult) -> None:
+    lines = [HEADER, line(row), *peer_lines(row)]
+    assert max(map(len, lines)) <= WIDTH == 100
+    assert lines[-1].split("  ")[-1] == "no module named timm"
 
 
+def test_losses_are_told_as_plainly_as_wins() -> None:
+    assert line(result(0.5, None)).endswith("slower")
+    assert line(result(0.5, 0.6)).endswith("below")
+    lost = footing([result(0.5, None), result(2.0, None)])
+    assert "not the fastest in 1 of 2 rows" in lost
+    assert lost.endswith("torch foreach is 2.00 times faster")
+    assert footing([result(2.0, None)]).endswith("fastclip was the fastest in all of 1 rows")
+
+
+def test_a_record_can_stand_alone() -> None:
+    ours, theirs, gap = records(result(2.0, 3.0))
+    assert (ours["side"], ours["ratio"], ours["at_least"], ours["met"]) == (OURS, 2.0, 3.0, False)
+    assert (ours["ratio_p20"], ours["ratio_p80"], ours["of_floor"]) == (1.8, 2.2, 0.5)
+    assert (ours["read_gbs"], ours["copy_gbs"], ours["floor_ms"]) == (30.0, 15.0, 50.0)
+    assert (theirs["side"], theirs["ratio"]) == ("torch foreach", 1.0)
+    assert "met" not in theirs
+    assert (gap["side"], gap["gap"]) == ("timm", "no module named timm")
+    assert "ratio" not in gap
+    assert ours["name"] == theirs["name"] == gap["name"]
+
+
+@pytest.mark.usefixtures("torch_alone")
 def test_a_quick_run_works_end_to_end(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = tmp_path / "results.csv"
-    assert cpu.main(["--quick", "--threads", "1", "--csv", str(path)]) == 0
+    arguments = ["--quick", "--threads", "1", "--csv", str(path), "--filter", "gpt2-small"]
+    assert cpu.main(arguments) == 0
     printed = capsys.readouterr().out
     assert max(map(len, printed.splitlines())) <= 200  # a warning is one long line
     with path.open(newline="") as file:
         rows = list(csv.DictReader(file))
-    measurable = cpu.NAMES if memory.why_not() is None else [row.name for row in ROWS]
-    assert [row["name"] for row in rows] == measurable
+    names = [name for name in cpu.NAMES if "gpt2-small" in name]
+    assert list(dict.fromkeys(row["name"] for row in rows)) == names
     for row in rows:
         assert row["title"] in printed
         assert row["torch"] == torch.__version__
         assert row["threads"] == "1"
         assert all(row[key] for key in ("cpu", "commit", "backend", "kernels", "date"))
-    assert all(float(row["ratio"]) > 0 for row in rows if row["name"] in {r.name for r in ROWS})
+        assert float(row["ratio"]) > 0
+        assert float(row["of_floor"]) > 0
 
 
+@pytest.mark.skipif(memory.why_not() is not None, reason=str(memory.why_not()))
+def test_memory_is_measured_for_every_peer_or_said_why_not(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    assert cpu.main(["--quick", "--filter", "memory-float32", "--json"]) == 0
+    rows = json.loads(capsys.readouterr().out)["rows"]
+    assert [row["side"] for row in rows][:3] == [OURS, *TORCH]
+    assert {row["side"] for row in rows} == {OURS, *peers.NAMES}
+    assert all(("gap" in row) != ("extra_bytes" in row) for row in rows)
+
+
+@pytest.mark.usefixtures("torch_alone")
 def test_json_is_all_there_is_on_standard_output(capsys: pytest.CaptureFixture[str]) -> None:
-    assert cpu.main(["--quick", "--json", "--filter", "small-1", "--backend", "reference"]) == 0
+    arguments = ["--quick", "--json", "--filter", "2000x1-", "--backend", "reference"]
+    assert cpu.main(arguments) == 0
     report = json.loads(capsys.readouterr().out)
     assert report["backend"] == "reference"
-    names = [row["name"] for row in report["rows"]]
-    assert names == ["small-1024", "small-1024-clipped", "small-1"]
+    names = dict.fromkeys(row["name"] for row in report["rows"])
+    assert list(names)[:2] == ["2000x1-float32", "2000x1-float32-clipped"]
+
+
+def test_lists_that_take_long_are_measured_when_asked_for() -> None:
+    assert all(row.name in cpu.NAMES for row in ROWS if row.big)
+    assert cpu.BIG == {row.name for row in ROWS if row.big}
+    assert "gpt2-xl-float32" in cpu.BIG
+    assert "gpt2-xl-bfloat16" not in cpu.BIG
+    with pytest.raises(SystemExit):
+        cpu.main(["--quick", "--filter", "gpt2-xl-float32"])
 
 
 @pytest.mark.parametrize(
@@ -350,5 +376,5 @@ def test_check_turns_a_missed_target_into_exit_status_1(
     ratio: float, status: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(cpu, "run", lambda row, size: result(ratio, row.at_least))
-    assert cpu.main(["--filter", "gpt2-float32-inf", "--check"]) == status
-    assert cpu.main(["--filter", "gpt2-float32-inf"]) == 0
+    assert cpu.main(["--filter", "gpt2-small-float32-inf", "--check"]) == status
+    assert cpu.main(["--filter", "gpt2-small-float32-inf"]) == 0

@@ -16,7 +16,7 @@ from torch.optim import SGD, AdamW
 import fastclip
 from fastclip.benchmarking.contest import OURS, Contest, Row, Size
 from fastclip.benchmarking.measure import Side
-from fastclip.benchmarking.workloads import Clip, clip, gradients, require_right
+from fastclip.benchmarking.workloads import DTYPES, clip, dtypes, gradients, require_right
 
 LOSS_SCALE = 1024.0
 
@@ -27,7 +27,7 @@ class _Step:
     """One optimizer on one set of gradients, for all sides."""
 
     def __init__(self, size: Size, clips: bool) -> None:
-        self.problem = clip(size.gpt2, clips=clips)
+        self.problem = clip(size.shapes("gpt2-small"), clips=clips)
         for parameter in self.problem.parameters:
             parameter.data.fill_(1.0)
         self.optimizer = AdamW(self.problem.parameters, lr=1e-6, fused=True)
@@ -53,7 +53,7 @@ class _Step:
 def _against_torch(size: Size, clips: bool) -> Contest:
     step = _Step(size, clips)
     sides = [step.side("torch", step.clipped_by_torch), step.side(OURS, step.clipped)]
-    return Contest(sides, step.problem.n_bytes)
+    return Contest(sides, step.problem.n_bytes, step.problem.n_tensors)
 
 
 def _against_a_read(size: Size, clips: bool) -> Contest:
@@ -61,11 +61,11 @@ def _against_a_read(size: Size, clips: bool) -> Contest:
     step = _Step(size, clips)
     (big,) = gradients([(sum(grad.numel() for grad in step.problem.gradients),)])
     sides = [
-        Side("sum, step", partial(step.with_a_read, big.sum), step.problem.restore),
-        Side("aminmax, step", partial(step.with_a_read, big.aminmax), step.problem.restore),
+        Side(READS[0], partial(step.with_a_read, big.sum), step.problem.restore),
+        Side(READS[1], partial(step.with_a_read, big.aminmax), step.problem.restore),
         step.side(OURS, step.clipped),
     ]
-    return Contest(sides, step.problem.n_bytes)
+    return Contest(sides, step.problem.n_bytes, step.problem.n_tensors)
 
 
 class _LossScale:
@@ -74,64 +74,103 @@ class _LossScale:
     ``scaler.unscale_`` refuses float16 gradients; here torch is asked for what it would do.
     """
 
-    def __init__(self, size: Size, dtype: torch.dtype) -> None:
-        self.problem = clip(size.gpt2, dtype, clips=True)
-        self.optimizer = SGD(self.problem.parameters, lr=0.0)
+    def __init__(self, size: Size, dtype: str, *, clips: bool = True, steps: bool = False) -> None:
+        shapes = size.shapes("gpt2-small")
+        # To take the scale out changes gradients that are not clipped too: restore them always.
+        self.problem = clip(shapes, dtypes(shapes, dtype), clips=True)
+        parameters = self.problem.parameters
+        if steps:
+            for parameter in parameters:
+                parameter.data.fill_(1.0)
+        self.optimizer = (
+            AdamW(parameters, lr=1e-6, fused=True) if steps else SGD(parameters, lr=0.0)
+        )
         self.scaler = torch.amp.GradScaler("cpu", init_scale=LOSS_SCALE, growth_interval=1 << 30)
         self.scaler.scale(torch.ones(()))
-        self.max_norm = self.problem.max_norm / LOSS_SCALE
-        self.clipper = fastclip.GradClipper(self.problem.parameters, self.max_norm)
+        self.share = 2.0 if clips else 0.5  # of the norm to the threshold
+        self.max_norm = self.problem.max_norm * 2 / self.share / LOSS_SCALE
+        self.clipper = fastclip.GradClipper(parameters, self.max_norm)
 
     def clipped(self) -> Tensor:
         return self.clipper.clip_(self.optimizer, scaler=self.scaler).total_norm
 
     def clipped_by_torch(self) -> Tensor:
-        if self.problem.gradients[0].dtype == torch.float16:
+        if torch.float16 in {grad.dtype for grad in self.problem.gradients}:
             found, inverse = torch.zeros(()), torch.tensor(1 / LOSS_SCALE)
             torch._amp_foreach_non_finite_check_and_unscale_(self.problem.gradients, found, inverse)
         else:
             self.scaler.unscale_(self.optimizer)
         return torch.nn.utils.clip_grad_norm_(self.problem.parameters, self.max_norm)
 
-    def side(self, name: str, call: Call) -> Side:
-        check = partial(require_unscaled, name, self.problem)
-        return Side(name, call, self._before, check)
+    def stepped(self) -> Tensor:
+        norm = self.clipper.step(self.optimizer, scaler=self.scaler).total_norm
+        self.scaler.update()
+        return norm
+
+    def stepped_by_torch(self) -> Tensor:
+        norm = self.clipped_by_torch()
+        self.scaler.step(self.optimizer)
+        self.scaler.update()
+        return norm
+
+    def contest(self, by_torch: Call, ours: Call) -> Contest:
+        sides = [self._side("torch", by_torch), self._side(OURS, ours)]
+        return Contest(sides, self.problem.n_bytes, self.problem.n_tensors)
+
+    def _side(self, name: str, call: Call) -> Side:
+        return Side(name, call, self._before, partial(require_unscaled, name, self))
 
     def _before(self) -> None:
         # As scaler.update leaves it, which refuses to be called when nothing was unscaled.
         self.scaler._per_optimizer_states.clear()
-        if self.problem.restore is not None:
-            self.problem.restore()
+        self.problem.restore()
 
 
-def require_unscaled(name: str, problem: Clip, norm: Tensor) -> None:
-    """Clipped to half of the norm, and without the loss scale."""
-    left = abs(problem.gradients[-1].view(-1)[0].item()) * LOSS_SCALE * 2 / problem.first
-    share = float(norm) * LOSS_SCALE / problem.max_norm
-    if not (0.9 < left < 1.1 and 1.8 < share < 2.2):
+def require_unscaled(name: str, task: _LossScale, norm: Tensor) -> None:
+    """Clipped to half of the norm or not at all, and without the loss scale."""
+    left = task.problem.left()[1] * LOSS_SCALE * max(task.share, 1.0)
+    share = float(norm) / task.max_norm
+    if not (0.9 < left < 1.1 and 0.9 < share / task.share < 1.1):
         raise RuntimeError(
-            f"{name} returned {share:g} times the threshold, where 2 would be right, and left "
-            f"{left:g} of each gradient, where 1 would be"
+            f"{name} returned {share:g} times the threshold, where {task.share:g} would be right, "
+            f"and left {left:g} of each gradient, where 1 would be"
         )
 
 
-def _mixed_precision(size: Size, dtype: torch.dtype) -> Contest:
+def _mixed_precision(size: Size, dtype: str) -> Contest:
     chain = _LossScale(size, dtype)
-    sides = [chain.side("torch", chain.clipped_by_torch), chain.side(OURS, chain.clipped)]
-    return Contest(sides, chain.problem.n_bytes)
+    return chain.contest(chain.clipped_by_torch, chain.clipped)
 
 
+def _mixed_precision_step(size: Size, clips: bool) -> Contest:
+    chain = _LossScale(size, "float32", clips=clips, steps=True)
+    return chain.contest(chain.stepped_by_torch, chain.stepped)
+
+
+READS = ("sum, step", "aminmax, step")
 AT_MOST = 1.05  # times a step without clipping and one read
 SHARE = 0.6  # of the time of a row
+AMP_TARGETS = {"float32": 1.5, "float16": 1.5}
+
+
+def _step_row(name: str, title: str, build: Callable[..., Contest], clips: bool) -> Row:
+    """Least traffic: gradients are read for their norm and again by AdamW, which reads and writes
+    parameters and both moments; the threshold need not be written into the gradients."""
+    return Row(
+        f"{name}{'-clipped' if clips else ''}",
+        f"{title}{', clipped' if clips else ''}",
+        partial(build, clips=clips),
+        reads=2,
+        writes=3,
+        share=SHARE,
+        workload="gpt2-small",
+        dtype="float32",
+        clips=clips,
+    )
+
 
 ROWS = [
-    Row("step-adamw", "fused AdamW step", partial(_against_torch, clips=False), share=SHARE),
-    Row(
-        "step-adamw-clipped",
-        "fused AdamW step, clipped",
-        partial(_against_torch, clips=True),
-        share=SHARE,
-    ),
+    *(_step_row("step-adamw", "fused AdamW step", _against_torch, c) for c in (False, True)),
     Row(
         "step-adamw-read",
         "the same to step without clip + read",
@@ -139,6 +178,7 @@ ROWS = [
         at_least=1 / AT_MOST,
         limit=1.0,
         share=SHARE,
+        rivals=READS,
     ),
     Row(
         "step-adamw-read-clipped",
@@ -148,17 +188,25 @@ ROWS = [
         at_least=1 / AT_MOST * 8 / 9,
         limit=1.0,
         share=SHARE,
+        rivals=READS,
+    ),
+    *(
+        _step_row("step-amp", "AMP, fused AdamW step", _mixed_precision_step, clips)
+        for clips in (False, True)
     ),
     *(
         Row(
-            f"amp-{name}-clipped",
-            f"unscale and clip, {name}",
+            f"amp-{dtype}-clipped",
+            f"unscale and clip, {dtype}",
             partial(_mixed_precision, dtype=dtype),
-            at_least=1.5,
+            at_least=AMP_TARGETS.get(dtype),
             reads=1,
             writes=1,
             share=SHARE,
+            workload="gpt2-small",
+            dtype=dtype,
+            clips=True,
         )
-        for dtype, name in ((torch.float32, "float32"), (torch.float16, "float16"))
+        for dtype in DTYPES
     ),
 ]

@@ -1,57 +1,81 @@
 """The rows of the functions that replace those of torch.nn.utils."""
 
 import math
-from collections.abc import Callable
+from collections.abc import Iterator
 from functools import partial
 
 import torch
 
 import fastclip
+from fastclip.benchmarking import machine, peers
 from fastclip.benchmarking.contest import OURS, Contest, Row, Size
 from fastclip.benchmarking.measure import Side
 from fastclip.benchmarking.workloads import (
+    DTYPES,
+    MIXED,
+    WORKLOADS,
     Clip,
     clip,
+    copies_beyond,
+    dtypes,
     gradients,
-    many,
     plain_statistics,
     require_right,
 )
 
 STATISTICS = ("norms", "max_abs", "nan_count", "inf_count", "zero_count")
+CACHED = ("2000x1024", "2000x1", "20000x1")  # lists that the last-level cache can hold
+BIG = ("gpt2-large", "gpt2-xl")  # 3 and 6 GB in float32
+LONG = ("bert-large", "gpt2-medium", "llama3-8b/16", *BIG)  # more than 300 M elements
+SHARE = 0.4  # of the time of a row: there are a hundred of these
+
+TARGETS = {
+    "gpt2-small-float32": 2.2,
+    "gpt2-small-bfloat16": 2.6,
+    "gpt2-small-float16": 6.0,
+    "gpt2-small-float32-clipped": 1.05,
+    "gpt2-small-bfloat16-clipped": 1.2,
+    "gpt2-small-float16-clipped": 2.8,
+    "2000x1024-float32-warm": 6.0,
+    "2000x1-float32-warm": 5.0,
+}
 
 
-def _gpt2(
-    size: Size, dtype: torch.dtype, *, clips: bool = False, norm_type: float = 2.0
+def problem(
+    size: Size,
+    workload: str,
+    dtype: str,
+    clips: bool = False,
+    norm: float = 2.0,
+    warm: bool = False,
+) -> Clip:
+    """A workload's list. One that fits the last-level cache comes in copies that do not, unless
+    it is to be `warm`."""
+    shapes = size.shapes(workload)
+    each = dtypes(shapes, dtype)
+    cache = machine.last_level_bytes() if size.cache_bytes is None else size.cache_bytes
+    copies = 1 if warm else copies_beyond(cache, shapes, each)
+    return clip(shapes, each, clips=clips, norm_type=norm, copies=copies)
+
+
+def _clip(
+    size: Size,
+    workload: str,
+    dtype: str,
+    clips: bool = False,
+    norm: float = 2.0,
+    warm: bool = False,
 ) -> Contest:
-    return _clip_contest(clip(size.gpt2, dtype, clips=clips, norm_type=norm_type))
+    return peers.contest(problem(size, workload, dtype, clips, norm, warm), size)
 
 
-def _small(size: Size, elements: int, *, clips: bool = False) -> Contest:
-    return _clip_contest(clip(many(size.n_small, elements), clips=clips))
-
-
-def _clip_contest(problem: Clip) -> Contest:
+def _statistics(size: Size, workload: str) -> Contest:
+    task = problem(size, workload, "float32")
     sides = [
-        _clip_side("torch", torch.nn.utils.clip_grad_norm_, problem),
-        _clip_side(OURS, fastclip.clip_grad_norm_, problem),
+        Side("plain loop", lambda: plain_statistics(task.gradients), task.restore),
+        Side(OURS, lambda: _our_statistics(task.parameters), task.restore),
     ]
-    return Contest(sides, problem.n_bytes)
-
-
-def _clip_side(name: str, function: Callable[..., torch.Tensor], problem: Clip) -> Side:
-    call = partial(function, problem.parameters, problem.max_norm, problem.norm_type)
-    return Side(name, call, problem.restore, partial(require_right, name, problem))
-
-
-def _statistics(size: Size) -> Contest:
-    problem = clip(size.gpt2)
-    grads = problem.gradients
-    sides = [
-        Side("torch", partial(plain_statistics, grads)),
-        Side(OURS, partial(_our_statistics, problem.parameters)),
-    ]
-    return Contest(sides, problem.n_bytes)
+    return Contest(sides, task.n_bytes, task.n_tensors)
 
 
 def _our_statistics(parameters: list[torch.nn.Parameter]) -> dict[str, torch.Tensor]:
@@ -60,59 +84,83 @@ def _our_statistics(parameters: list[torch.nn.Parameter]) -> dict[str, torch.Ten
 
 
 def _read_rate(size: Size) -> Contest:
-    problem = clip(size.gpt2)
-    (big,) = gradients([(sum(g.numel() for g in problem.gradients),)])
+    task = problem(size, "gpt2-small", "float32")
+    (big,) = gradients([(task.n_bytes // 4,)])
+    call = partial(fastclip.clip_grad_norm_, task.parameters, task.max_norm)
     sides = [
         Side("sum", big.sum),
-        _clip_side(OURS, fastclip.clip_grad_norm_, problem),
+        Side(OURS, call, task.restore, partial(require_right, OURS, task)),
         Side("aminmax", big.aminmax),
     ]
-    return Contest(sides, problem.n_bytes)
+    return Contest(sides, task.n_bytes, task.n_tensors)
 
 
-def _rows() -> list[Row]:
-    f32, bf16, f16 = torch.float32, torch.bfloat16, torch.float16
-    untouched = [(f32, "float32", 2.2), (bf16, "bfloat16", 2.6), (f16, "float16", 6.0)]
-    clipped = [(f32, "float32", 1.05), (bf16, "bfloat16", 1.2), (f16, "float16", 2.8)]
-    return [
-        *(
-            Row(
-                f"gpt2-{name}",
-                f"GPT-2 small, {name}, not clipped",
-                partial(_gpt2, dtype=dtype),
-                target,
-                reads=1,
-            )
-            for dtype, name, target in untouched
-        ),
-        *(
-            Row(
-                f"gpt2-{name}-clipped",
-                f"GPT-2 small, {name}, clipped",
-                partial(_gpt2, dtype=dtype, clips=True),
-                target,
-                reads=1,
-                writes=1,
-            )
-            for dtype, name, target in clipped
-        ),
-        Row(
-            "gpt2-float32-inf",
-            "GPT-2 small, float32, inf norm",
-            partial(_gpt2, dtype=f32, norm_type=math.inf),
-            at_least=8.0,
-            reads=1,
-        ),
-        Row("small-1024", "2,000 x 1,024, float32", partial(_small, elements=1024), 6.0),
-        Row(
-            "small-1024-clipped",
-            "2,000 x 1,024, float32, clipped",
-            partial(_small, elements=1024, clips=True),
-        ),
-        Row("small-1", "2,000 x 1, float32", partial(_small, elements=1), 5.0),
-        Row("statistics", "five statistics per tensor, float32", _statistics, 20.0, reads=1),
-        Row("read-rate", "read rate to best of sum, aminmax", _read_rate, 0.85, limit=1.0),
-    ]
+def _clip_rows() -> Iterator[Row]:
+    for workload in WORKLOADS:
+        for dtype in DTYPES:
+            if workload == "one" and dtype == MIXED:
+                continue  # one tensor has one dtype
+            for warm in (False, True) if workload in CACHED else (False,):
+                for clips in (False, True):
+                    yield _clip_row(workload, dtype, clips, warm)
 
 
-ROWS = _rows()
+def _clip_row(workload: str, dtype: str, clips: bool, warm: bool) -> Row:
+    name = f"{workload}-{dtype}{'-clipped' if clips else ''}{'-warm' if warm else ''}"
+    half = dtype in ("float16", MIXED)
+    return Row(
+        name,
+        f"{workload}, {dtype}{', clipped' if clips else ''}{', warm' if warm else ''}",
+        partial(_clip, workload=workload, dtype=dtype, clips=clips, warm=warm),
+        TARGETS.get(name),
+        reads=1,
+        writes=int(clips),
+        share=1.0 if name in TARGETS else SHARE,
+        workload=workload,
+        dtype=dtype,
+        clips=clips,
+        rivals=peers.NAMES,
+        warm=warm,
+        big=(workload in BIG and dtype != "bfloat16") or (workload in LONG and half),
+    )
+
+
+def _statistics_row(workload: str, at_least: float | None) -> Row:
+    return Row(
+        f"statistics-{workload}",
+        f"five statistics, {workload}",
+        partial(_statistics, workload=workload),
+        at_least,
+        reads=1,
+        workload=workload,
+        dtype="float32",
+        rivals=("plain loop",),
+    )
+
+
+def _rows() -> Iterator[Row]:
+    yield from _clip_rows()
+    yield Row(
+        "gpt2-small-float32-inf",
+        "gpt2-small, float32, inf norm",
+        partial(_clip, workload="gpt2-small", dtype="float32", norm=math.inf),
+        at_least=8.0,
+        reads=1,
+        workload="gpt2-small",
+        dtype="float32",
+        clips=False,
+        rivals=peers.NAMES,
+    )
+    yield _statistics_row("gpt2-small", 20.0)
+    yield _statistics_row("2000x1024", None)
+    yield Row(
+        "read-rate",
+        "read rate to best of sum, aminmax",
+        _read_rate,
+        at_least=0.85,
+        limit=1.0,
+        rivals=("sum", "aminmax"),
+    )
+
+
+ROWS = list(_rows())

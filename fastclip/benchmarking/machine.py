@@ -141,6 +141,13 @@ def _cpu() -> str:
     return platform.processor() or platform.machine()
 
 
+def last_level_bytes() -> int:
+    """The size of the last-level cache; 32 MiB where the system does not tell."""
+    size = _last_level_cache().split()[-1]
+    kib = size.removesuffix("K")
+    return int(kib) << 10 if kib.isdecimal() and kib != size else 32 << 20
+
+
 def _last_level_cache() -> str:
     folders = sorted(Path("/sys/devices/system/cpu/cpu0/cache").glob("index*"))
     if not folders:

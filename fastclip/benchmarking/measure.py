@@ -25,20 +25,25 @@ class Side:
 
 
 class Spread(NamedTuple):
-    """A median with its quartiles."""
+    """A median with the 20th and the 80th percentile."""
 
     low: float
     median: float
     high: float
 
 
-def interleave(sides: Sequence[Side], rounds: int) -> dict[str, list[float]]:
-    """Seconds per side, one per round; entry i of every list comes from round i."""
+def interleave(
+    sides: Sequence[Side], rounds: int, after: Callable[[int], None] | None = None
+) -> dict[str, list[float]]:
+    """Seconds per side, one per round; entry i of every list comes from round i. `after` is called,
+    untimed, behind each round with its index."""
     seconds: dict[str, list[float]] = {side.name: [] for side in sides}
-    with _no_garbage_collection():
+    with no_garbage_collection():
         for index in range(rounds):
             for side in sides if index % 2 == 0 else reversed(sides):
-                seconds[side.name].append(_once(side))
+                seconds[side.name].append(once(side))
+            if after is not None:
+                after(index)
     return seconds
 
 
@@ -48,11 +53,11 @@ def paired_ratios(ours: Sequence[float], theirs: Sequence[float]) -> list[float]
 
 
 def spread(values: Sequence[float]) -> Spread:
-    """Median and quartiles (linear interpolation between the sorted values)."""
+    """Median, 20th and 80th percentile (linear interpolation between the sorted values)."""
     if len(values) == 1:
         return Spread(values[0], values[0], values[0])
-    low, median, high = statistics.quantiles(values, n=4, method="inclusive")
-    return Spread(low, median, high)
+    low, _, _, high = statistics.quantiles(values, n=5, method="inclusive")
+    return Spread(low, statistics.median(values), high)
 
 
 def rounds_for(round_seconds: float, budget_seconds: float, least: int, most: int) -> int:
@@ -61,7 +66,8 @@ def rounds_for(round_seconds: float, budget_seconds: float, least: int, most: in
     return rounds + rounds % 2
 
 
-def _once(side: Side) -> float:
+def once(side: Side) -> float:
+    """Seconds of one call."""
     if side.before is not None:
         side.before()
     start = time.perf_counter()
@@ -73,7 +79,7 @@ def _once(side: Side) -> float:
 
 
 @contextmanager
-def _no_garbage_collection() -> Iterator[None]:
+def no_garbage_collection() -> Iterator[None]:
     """As timeit does: a collection that hits one side only is not that side's cost."""
     enabled = gc.isenabled()
     gc.collect()

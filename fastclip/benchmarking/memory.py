@@ -20,7 +20,8 @@ from pathlib import Path
 import torch
 
 import fastclip
-from fastclip.benchmarking.contest import FULL, QUICK, Size
+from fastclip.benchmarking.contest import FULL, OURS, QUICK, Size
+from fastclip.benchmarking.peers import OURSELVES, PEERS, Peer
 from fastclip.benchmarking.workloads import Clip, clip
 
 CLEAR_REFS = Path("/proc/self/clear_refs")
@@ -28,17 +29,25 @@ STATUS = Path("/proc/self/status")
 ALLOWANCE = 1 << 20
 TABLE_ROW = 5 * 8  # five float64 columns
 DTYPES = ("float32", "bfloat16", "float16")
+WORKLOAD = "gpt2-small"
 
 
 @dataclass(frozen=True)
 class MemoryResult:
-    """Bytes above the gradients at the worst moment of one clipping call."""
+    """Bytes above the gradients at the worst moment of one clipping call: `extra`, per side, ours
+    first; `gaps` says of each peer that takes no part why."""
 
     name: str
     title: str
-    ours: int
-    torch: int
+    workload: str
+    dtype: str
+    extra: dict[str, int]
+    gaps: dict[str, str]
     allowed: int
+
+    @property
+    def ours(self) -> int:
+        return self.extra[OURS]
 
     @property
     def met(self) -> bool:
@@ -83,25 +92,30 @@ def run_in_child(dtype: str, threads: int, backend: str | None, quick: bool) -> 
 
 
 def measure(dtype: str, size: Size) -> MemoryResult:
-    """Both passes (measure, rescale) of a clip of GPT-2's gradients."""
+    """Both passes (measure, rescale) of a clip of GPT-2's gradients, by fastclip and each peer."""
     # Kept alive until the end: once freed, its pages could serve the call that is measured.
     warm_up = clip([(1 << 20,), (1000, 7)], getattr(torch, dtype), clips=True)
-    problem = clip(size.gpt2, getattr(torch, dtype), clips=True)
-    ours = _peak(fastclip.clip_grad_norm_, warm_up, problem)
-    theirs = _peak(torch.nn.utils.clip_grad_norm_, warm_up, problem)
-    allowed = TABLE_ROW * len(problem.parameters) + ALLOWANCE
+    problem = clip(size.shapes(WORKLOAD), getattr(torch, dtype), clips=True)
+    extra, gaps = {}, {}
+    for peer in (OURSELVES, *PEERS):
+        if reason := peer.why_not(problem, size.memory_bytes):
+            gaps[peer.name] = reason
+        else:
+            extra[peer.name] = _peak(peer, warm_up, problem)
+    allowed = TABLE_ROW * problem.n_tensors + ALLOWANCE
     title = f"extra memory, {dtype}, clipped"
-    return MemoryResult(f"memory-{dtype}", title, ours, theirs, allowed)
+    return MemoryResult(f"memory-{dtype}", title, WORKLOAD, dtype, extra, gaps, allowed)
 
 
-def _peak(function: Callable[..., torch.Tensor], warm_up: Clip, problem: Clip) -> int:
-    for one in (warm_up, problem):
-        if one.restore is not None:
-            one.restore()
-    function(warm_up.parameters, warm_up.max_norm)
-    peak = extra_bytes(lambda: function(problem.parameters, problem.max_norm))
-    if not problem.is_scaled():
-        raise RuntimeError(f"{function.__module__} did not clip the gradients")
+def _peak(peer: Peer, warm_up: Clip, problem: Clip) -> int:
+    first, side = peer.side(warm_up), peer.side(problem)
+    warm_up.restore()
+    problem.restore()
+    first.run()
+    results = []
+    peak = extra_bytes(lambda: results.append(side.run()))
+    if side.check is not None:
+        side.check(results[0])
     return peak
 
 

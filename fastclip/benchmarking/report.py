@@ -2,20 +2,24 @@
 
 import csv
 import json
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
+from fastclip.benchmarking.contest import OURS
 from fastclip.benchmarking.machine import Idleness, Machine
+from fastclip.benchmarking.measure import Spread
 from fastclip.benchmarking.memory import MemoryResult
-from fastclip.benchmarking.runner import Result
+from fastclip.benchmarking.runner import Result, Timing
 
 WIDTH = 100
-VERDICTS = {True: "ok", False: "below", None: ""}
+TITLE = 36
 HEADER = (
-    f"{'workload':<36}{'ratio':>8}  {'quartiles':<13}{'at least':>8}{'limit':>8}"
-    f"{'torch':>9}{'fastclip':>9}"
+    f"{'workload':<{TITLE}}{'ratio':>8}  {'20th - 80th %':<15}{'at least':>9}{'of limit':>9}"
+    f"{'time':>11}"
 )
+
+AnyResult = Result | MemoryResult
 
 
 @dataclass(frozen=True)
@@ -27,7 +31,7 @@ class Run:
     kernels: str
     before: Idleness
     during: Idleness
-    results: list[Result | MemoryResult]
+    results: Sequence[AnyResult]
 
 
 def heading(machine: Machine, backend: str, kernels: str) -> str:
@@ -44,46 +48,48 @@ def heading(machine: Machine, backend: str, kernels: str) -> str:
     return "\n".join(lines)
 
 
-def line(result: Result | MemoryResult) -> str:
-    return _memory_line(result) if isinstance(result, MemoryResult) else _race_line(result)
+def line(result: AnyResult) -> str:
+    """fastclip's own line."""
+    if isinstance(result, MemoryResult):
+        at_most = f"at most {size(result.allowed)}"
+        text = f"{result.title:<{TITLE}}{'':>25}{at_most:>18}{size(result.ours):>11}"
+        return f"{text}  {_verdict(result)}".rstrip()
+    text = _numbers(result.title, result.ours, result.at_least)
+    return f"{text}  {_verdict(result)}".rstrip()
 
 
-def _race_line(result: Result) -> str:
-    ratio = result.ratio
-    quartiles = f"{_number(ratio.low)} - {_number(ratio.high)}"
-    text = (
-        f"{result.title:<36}{_times(ratio.median):>8}  {quartiles:<13}"
-        f"{_times(result.at_least):>8}{_times(result.limit):>8}"
-        f"{_ms(result.baseline_ms):>9}{_ms(result.ours_ms):>9}  {VERDICTS[result.met]}"
-    )
-    return text.rstrip()
+def peer_lines(result: AnyResult) -> list[str]:
+    """One line a rival, in the columns of `line`, and one for each that is missing."""
+    if isinstance(result, MemoryResult):
+        rivals = [name for name in result.extra if name != OURS]
+        lines = [f"{f'    {name}':<79}{size(result.extra[name]):>11}" for name in rivals]
+    else:
+        lines = [_rival(timing) for timing in result.timings[1:]]
+    missing = [f"{f'    {name}':<{TITLE}}  {reason}" for name, reason in result.gaps.items()]
+    return [*lines, *missing]
 
 
-def _memory_line(result: MemoryResult) -> str:
-    at_most = f"at most {_size(result.allowed)}"
-    return (
-        f"{result.title:<36}{'':>8}  {at_most:>29}"
-        f"{_size(result.torch):>9}{_size(result.ours):>9}  {VERDICTS[result.met]}"
-    )
-
-
-def footing(results: Iterable[Result | MemoryResult]) -> str:
-    """The rates behind the limits, and what the columns mean."""
-    probed = [r for r in results if isinstance(r, Result) and r.read_gbs and r.write_gbs]
+def footing(results: Iterable[AnyResult]) -> str:
+    """The rates behind the limits, what the columns mean, and which rows are losses."""
+    races = [one for one in results if isinstance(one, Result)]
+    cold = [one.rates for one in races if one.rates and not one.row.warm]
     lines = ["-" * WIDTH]
-    if probed:
-        reads = [r.read_gbs for r in probed if r.read_gbs]
-        writes = [r.write_gbs for r in probed if r.write_gbs]
-        lines.append(
-            f"limit: bytes over the rates of torch in the same rounds: sum or aminmax "
-            f"{_range(reads)} GB/s, mul_ {_range(writes)} GB/s"
+    if cold:
+        rates = ", ".join(
+            f"{name} {_range([getattr(rates, name) for rates in cold])}"
+            for name in ("read", "write", "rewrite", "copy")
         )
-    lines.append("ratio: median of paired ratios, torch's time over fastclip's; times are medians")
+        lines.append(f"torch's own kernels, GB/s: {rates}")
+    lines += [
+        "ratio: the baseline's time over this one's, median of pairs of the same round; baseline:",
+        "the fastest rival, or the faster of torch's two; of limit: least bytes at the rates above",
+        *_losses(races),
+    ]
     return "\n".join(lines)
 
 
 def write_csv(path: Path, run: Run) -> None:
-    rows = [_record(run, result) for result in run.results]
+    rows = [{**row, **_about(run)} for result in run.results for row in records(result)]
     fields = list(dict.fromkeys(key for row in rows for key in row))
     with path.open("w", newline="") as file:
         writer = csv.DictWriter(file, fields, lineterminator="\n")
@@ -97,67 +103,136 @@ def as_json(run: Run) -> str:
         "backend": run.backend,
         "kernels": run.kernels,
         "idle": {"before": asdict(run.before), "during": asdict(run.during)},
-        "rows": [_fields(result) for result in run.results],
+        "rows": [row for result in run.results for row in records(result)],
     }
     return json.dumps(report, indent=2)
 
 
-def _record(run: Run, result: Result | MemoryResult) -> dict[str, object]:
-    """A flat row that can stand alone: the result, then the machine, then how idle it was."""
+def records(result: AnyResult) -> list[dict[str, object]]:
+    """One flat row a side, fastclip's first, and one for each gap."""
+    if isinstance(result, MemoryResult):
+        return _memory_records(result)
+    sides = [{**_row(result), **_timing(result, timing)} for timing in result.timings]
+    gaps = [{**_row(result), "side": name, "gap": why} for name, why in result.gaps.items()]
+    return [*sides, *gaps]
+
+
+def _memory_records(result: MemoryResult) -> list[dict[str, object]]:
+    row = {"name": result.name, "title": result.title, "workload": result.workload}
+    row |= {"dtype": result.dtype, "clips": True}
+    sides: list[dict[str, object]] = [
+        {**row, "side": name, "extra_bytes": extra} for name, extra in result.extra.items()
+    ]
+    sides[0] |= {"met": result.met, "extra_bytes_allowed": result.allowed}
+    return [*sides, *({**row, "side": name, "gap": why} for name, why in result.gaps.items())]
+
+
+def _row(result: Result) -> dict[str, object]:
+    row, rates = result.row, result.rates
     return {
-        **_fields(result),
+        "name": row.name,
+        "title": row.title,
+        "workload": row.workload,
+        "dtype": row.dtype,
+        "clips": row.clips,
+        "warm": row.warm,
+        "n_tensors": result.n_tensors,
+        "n_bytes": result.n_bytes,
+        "reads": row.reads,
+        "writes": row.writes,
+        "baseline": result.baseline,
+        "rounds": result.rounds,
+        "limit": digits(result.limit),
+        "floor_ms": digits(result.floor_ms),
+        **{
+            f"{name}_gbs": digits(rate / 1e9)
+            for name, rate in (asdict(rates) if rates else {}).items()
+        },
+    }
+
+
+def _timing(result: Result, timing: Timing) -> dict[str, object]:
+    return {
+        "side": timing.side,
+        **_spread("ratio", timing.ratio),
+        **_spread("ms", timing.ms),
+        "of_floor": digits(timing.of_floor),
+        "note": timing.note,
+        **({"at_least": result.at_least, "met": result.met} if timing.side == OURS else {}),
+    }
+
+
+def _about(run: Run) -> dict[str, object]:
+    """What lets a row of the CSV stand alone: the machine, and how idle it was."""
+    return {
         **asdict(run.machine),
         "backend": run.backend,
         "kernels": run.kernels,
-        "busy_cores": _digits(run.during.busy_cores),
+        "busy_cores": digits(run.during.busy_cores),
         "region_us": round(max(run.before.region_us, run.during.region_us)),
     }
 
 
-def _fields(result: Result | MemoryResult) -> dict[str, object]:
-    if isinstance(result, MemoryResult):
-        extra = {"extra_bytes": result.ours, "extra_bytes_torch": result.torch}
-        allowed = {"extra_bytes_allowed": result.allowed}
-        return {"name": result.name, "title": result.title, "met": result.met, **extra, **allowed}
-    return {
-        "name": result.name,
-        "title": result.title,
-        "met": result.met,
-        "ratio": _digits(result.ratio.median),
-        "ratio_low": _digits(result.ratio.low),
-        "ratio_high": _digits(result.ratio.high),
-        "at_least": result.at_least,
-        "limit": _digits(result.limit),
-        "rounds": result.rounds,
-        "baseline": result.baseline,
-        "baseline_ms": _digits(result.baseline_ms),
-        "fastclip_ms": _digits(result.ours_ms),
-        "n_bytes": result.n_bytes,
-        "read_gbs": _digits(result.read_gbs),
-        "write_gbs": _digits(result.write_gbs),
-    }
+def _spread(name: str, spread: Spread) -> dict[str, object]:
+    low, median, high = (digits(value) for value in spread)
+    return {name: median, f"{name}_p20": low, f"{name}_p80": high}
 
 
-def _digits(value: float | None) -> float | None:
+def _numbers(name: str, timing: Timing, at_least: float | None = None) -> str:
+    ratio = timing.ratio
+    spread = f"{number(ratio.low)} - {number(ratio.high)}"
+    target = "" if at_least is None else times(at_least)
+    share = "" if timing.of_floor is None else f"{timing.of_floor:.0%}"
+    return (
+        f"{name:<{TITLE}}{times(ratio.median):>8}  {spread:<15}{target:>9}{share:>9}"
+        f"{milliseconds(timing.ms.median):>11}"
+    )
+
+
+def _rival(timing: Timing) -> str:
+    outside = " (out of place)" if "out of place" in timing.note else ""
+    return _numbers(f"    {timing.side}{outside}", timing)
+
+
+def _verdict(result: AnyResult) -> str:
+    if result.met is not None:
+        return "ok" if result.met else "below"
+    return "slower" if isinstance(result, Result) and result.ratio.median < 1 else ""
+
+
+def _losses(races: Sequence[Result]) -> list[str]:
+    """Every row in which some other side was faster, by how much."""
+    lost = []
+    for result in races:
+        best = max(result.timings[1:], key=lambda timing: timing.ratio.median)
+        if best.ratio.median > result.ratio.median:
+            by = best.ratio.median / result.ratio.median
+            lost.append(f"  {result.name}: {best.side} is {number(by)} times faster")
+    if not lost:
+        return [f"fastclip was the fastest in all of {len(races)} rows"] if races else []
+    return [f"fastclip was not the fastest in {len(lost)} of {len(races)} rows:", *lost]
+
+
+def digits(value: float | None) -> float | None:
     return None if value is None else float(f"{value:.4g}")
 
 
-def _number(value: float) -> str:
+def number(value: float) -> str:
     return f"{value:.2f}" if value < 100 else f"{value:.0f}"
 
 
-def _times(value: float | None) -> str:
-    return "" if value is None else f"{_number(value)}x"
+def times(value: float) -> str:
+    return f"{number(value)}x"
 
 
-def _ms(value: float) -> str:
+def milliseconds(value: float) -> str:
     return f"{value:.2f} ms" if value < 100 else f"{value:.0f} ms"
 
 
-def _range(values: list[float]) -> str:
-    return f"{min(values):.0f}-{max(values):.0f}"
-
-
-def _size(n_bytes: int) -> str:
+def size(n_bytes: int) -> str:
     mib = n_bytes / (1 << 20)
     return f"{n_bytes / 1024:.0f} KiB" if mib < 4 else f"{mib:.0f} MiB"
+
+
+def _range(values: Sequence[float]) -> str:
+    return f"{min(values) / 1e9:.0f}-{max(values) / 1e9:.0f}"

@@ -1,5 +1,6 @@
-"""Runs one row: warm up, race, and derive the limit from rates seen in the same rounds."""
+"""Runs one row: warm up, race, and derive the limit from rates seen among the same rounds."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from statistics import median
 from time import perf_counter
@@ -11,31 +12,81 @@ from fastclip.benchmarking.measure import (
     Side,
     Spread,
     interleave,
+    once,
     paired_ratios,
     rounds_for,
     spread,
 )
 
 READS = ("read by sum", "read by aminmax")
-WRITE = "multiply in place"
+REWRITE = "multiply in place"
+WRITE = "fill"
+COPY = "copy"
+PROBED = 5  # times in a row: the probes take longer than most of what is timed
+
+
+@dataclass(frozen=True)
+class Rates:
+    """Bytes of the tensor a second, by torch's own kernels: the faster of two reads, a write, a
+    read and write back in place, a copy (counted once, though it reads and writes)."""
+
+    read: float
+    write: float
+    rewrite: float
+    copy: float
+
+
+@dataclass(frozen=True)
+class Timing:
+    """One side of one row; `ratio` is how many times faster than the baseline it was, paired;
+    `of_floor` the least time that memory traffic allows over its time."""
+
+    side: str
+    ms: Spread
+    ratio: Spread
+    of_floor: float | None
+    note: str
+    seconds: tuple[float, ...]
 
 
 @dataclass(frozen=True)
 class Result:
     """One measured row. Ratios are the point; times and rates are for information."""
 
-    name: str
-    title: str
+    row: Row
     baseline: str
-    ratio: Spread
-    at_least: float | None
+    timings: tuple[Timing, ...]  # ours is the first
+    gaps: dict[str, str]
     limit: float | None
+    floor_ms: float | None
     rounds: int
-    baseline_ms: float
-    ours_ms: float
     n_bytes: int
-    read_gbs: float | None
-    write_gbs: float | None
+    n_tensors: int
+    rates: Rates | None
+
+    @property
+    def name(self) -> str:
+        return self.row.name
+
+    @property
+    def title(self) -> str:
+        return self.row.title
+
+    @property
+    def at_least(self) -> float | None:
+        return self.row.at_least
+
+    @property
+    def ours(self) -> Timing:
+        return self.timings[0]
+
+    @property
+    def ratio(self) -> Spread:
+        return self.ours.ratio
+
+    @property
+    def baseline_timing(self) -> Timing:
+        return next(timing for timing in self.timings if timing.side == self.baseline)
 
     @property
     def met(self) -> bool | None:
@@ -45,53 +96,84 @@ class Result:
 
 def run(row: Row, size: Size) -> Result:
     contest = row.build(size)
-    probes = _probes(size.probe_elements) if row.reads or row.writes else []
-    sides = [*contest.sides, *probes]
+    probe_bytes = contest.n_bytes if row.warm else size.probe_bytes
+    probes = _probes(probe_bytes) if row.reads or row.writes else []
     start = perf_counter()
-    interleave(sides, rounds=1)  # warm-up: first touch of pages, building, thread pools
+    interleave(contest.sides, rounds=1)  # warm-up: first touch of pages, building, thread pools
     budget = size.seconds * row.share
     rounds = rounds_for(perf_counter() - start, budget, size.least_rounds, size.most_rounds)
-    seconds = interleave(sides, rounds)
-    return _judge(row, contest, seconds, size.probe_elements * 4)
+    probed: dict[str, list[float]] = {probe.name: [] for probe in probes}
+    turns = {index * rounds // PROBED for index in range(PROBED)}
+
+    def probe(index: int) -> None:
+        if index in turns:
+            for one in probes:
+                probed[one.name].append(once(one))
+
+    probe(0)  # warm-up
+    for times in probed.values():
+        times.clear()
+    seconds = interleave(contest.sides, rounds, probe)
+    return _judge(row, contest, seconds, _rates(probed, probe_bytes) if probes else None)
 
 
-def _judge(row: Row, contest: Contest, seconds: dict[str, list[float]], probe_bytes: int) -> Result:
-    rivals = [side.name for side in contest.sides if side.name != OURS]
-    baseline = min(rivals, key=lambda name: median(seconds[name]))
-    baseline_s = median(seconds[baseline])
-    read = write = None
-    limit = row.limit
-    if row.reads or row.writes:
-        read = probe_bytes / min(median(seconds[name]) for name in READS)
-        write = probe_bytes / median(seconds[WRITE])
-        limit = baseline_s / least_seconds(contest.n_bytes, row.reads, row.writes, read, write)
+def _judge(
+    row: Row, contest: Contest, seconds: dict[str, list[float]], rates: Rates | None
+) -> Result:
+    baseline = min(contest.rivals(), key=lambda name: median(seconds[name]))
+    floor, limit = None, row.limit
+    if rates is not None:
+        floor = least_seconds(contest.n_bytes, row.reads, row.writes, rates)
+        limit = median(seconds[baseline]) / floor if limit is None else limit
+
+    def timing(name: str) -> Timing:
+        times = seconds[name]
+        of_floor = None if floor is None else floor / median(times)
+        note = contest.notes.get(name, "")
+        ratio = spread(paired_ratios(times, seconds[baseline]))
+        return Timing(name, milliseconds(times), ratio, of_floor, note, tuple(times))
+
     return Result(
-        name=row.name,
-        title=row.title,
+        row=row,
         baseline=baseline,
-        ratio=spread(paired_ratios(seconds[OURS], seconds[baseline])),
-        at_least=row.at_least,
+        timings=tuple(timing(name) for name in sorted(seconds, key=lambda name: name != OURS)),
+        gaps=contest.gaps,
         limit=limit,
+        floor_ms=None if floor is None else floor * 1e3,
         rounds=len(seconds[OURS]),
-        baseline_ms=baseline_s * 1e3,
-        ours_ms=median(seconds[OURS]) * 1e3,
         n_bytes=contest.n_bytes,
-        read_gbs=None if read is None else read / 1e9,
-        write_gbs=None if write is None else write / 1e9,
+        n_tensors=contest.n_tensors,
+        rates=rates,
     )
 
 
-def least_seconds(n_bytes: int, reads: int, writes: int, read: float, write: float) -> float:
-    """The time that memory alone takes; `write` is the rate of reading and writing back in place,
-    counted in bytes of the tensor (so a write pass needs no second read on top)."""
-    return n_bytes * (reads / read + writes / write)
+def milliseconds(seconds: Sequence[float]) -> Spread:
+    return spread([1e3 * one for one in seconds])
 
 
-def _probes(elements: int) -> list[Side]:
-    """What memory gives to torch's own fastest reads and to its in-place multiply."""
-    tensor = torch.ones(elements)
+def least_seconds(n_bytes: int, reads: int, writes: int, rates: Rates) -> float:
+    """The time that memory alone takes. A write is one of reading and writing back in place, whose
+    rate counts the bytes once (so it needs no second read on top)."""
+    return n_bytes * (reads / rates.read + writes / rates.rewrite)
+
+
+def _rates(seconds: dict[str, list[float]], n_bytes: int) -> Rates:
+    return Rates(
+        read=n_bytes / min(median(seconds[name]) for name in READS),
+        write=n_bytes / median(seconds[WRITE]),
+        rewrite=n_bytes / median(seconds[REWRITE]),
+        copy=n_bytes / median(seconds[COPY]),
+    )
+
+
+def _probes(n_bytes: int) -> list[Side]:
+    """What memory gives to torch's own fastest kernels."""
+    tensor = torch.ones(-(-n_bytes // 4))
+    target = torch.empty_like(tensor)
     return [
         Side(READS[0], tensor.sum),
         Side(READS[1], tensor.aminmax),
-        Side(WRITE, lambda: tensor.mul_(1.0)),
+        Side(REWRITE, lambda: tensor.mul_(1.0)),
+        Side(WRITE, lambda: target.fill_(1.0)),
+        Side(COPY, lambda: target.copy_(tensor)),
     ]

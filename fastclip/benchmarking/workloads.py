@@ -3,91 +3,196 @@
 Values. Every element is +-[0.5, 1.5): halved by a clip it is still far from a denormal in every
 dtype, and the norm of n elements is sqrt(13 n / 12) within a fraction of a percent, so thresholds
 follow from the count alone, whatever error a measured norm has (torch's fp16 norm is some percent
-too small on tensors of this size).
+too small on tensors of this size). They are cut from a block of random numbers at random places:
+no kernel here looks at more of a value than whether it is finite or zero, so drawing all of them
+anew (5 ns each) would change no time.
 
 Clipping again and again. A clip changes its own input: the second call would find nothing to do.
-So `restore` copies the original values back before every clipped call, outside the timed part.
+So `restore` writes the original values back before every clipped call, outside the timed part.
 Every repetition then sees bitwise the same gradients, where a threshold that shrinks with each
 call would drift into fp16's denormals, and multiplying back would pile up rounding.
+
+Caches. A list smaller than the last-level cache would be found there by every call but the first.
+`copies` of it that together exceed the cache, used in turn, show the other case: every call finds
+its gradients in memory. A training step lies between the two.
 """
 
 import math
-from collections.abc import Callable, Iterable
+import random
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
 
-Shape = tuple[int, ...]
+from fastclip.benchmarking import models
+from fastclip.benchmarking.models import Shape
 
-BLOCK = 1 << 20  # elements drawn; longer tensors repeat them (drawing 124 M takes seconds)
+BLOCK = 1 << 22  # elements drawn
+PIECE = 1 << 20  # longer tensors are made of such pieces
 MEAN_SQUARE = 13 / 12  # of a uniform magnitude in [0.5, 1.5)
 LARGEST = 1.5
+OBJECT_BYTES = 1024  # what a call touches of a tensor besides its elements, roughly
+MIXED = "mixed"
+DTYPES = ("float32", "bfloat16", "float16", MIXED)
+
+Dtypes = torch.dtype | Sequence[torch.dtype]
 
 
 @dataclass(frozen=True)
-class Clip:
-    """Arguments of one `clip_grad_norm_` call, and what brings the gradients back after it."""
+class Workload:
+    """A named list of shapes, and in one line where they are from."""
 
-    parameters: list[torch.nn.Parameter]
-    max_norm: float
-    norm_type: float
-    clips: bool
-    first: float  # magnitude of every gradient's first element before any clip
-    restore: Callable[[], None] | None
+    name: str
+    source: str
+    shapes: Callable[[], list[Shape]]
+    factor: int = 1  # by which the model was divided to get these elements
+
+
+def _workloads() -> list[Workload]:
+    def gpt2(name: str, width: int, blocks: int) -> Workload:
+        source = f"GPT-2 {name}: {blocks} blocks of width {width}, 50,257 tokens, 1,024 places"
+        return Workload(f"gpt2-{name}", source, lambda: models.gpt2(width, blocks))
+
+    return [
+        Workload("resnet50", "ResNet-50, 1,000 classes, as torchvision has it", models.resnet50),
+        Workload("vit-b16", "ViT-B/16, 224 pixels, 1,000 classes, as timm has it", models.vit),
+        Workload("bert-large", "BERT-large, uncased, with pooler", models.bert),
+        gpt2("small", 768, 12),
+        gpt2("medium", 1024, 24),
+        gpt2("large", 1280, 36),
+        gpt2("xl", 1600, 48),
+        Workload(
+            "llama3-8b/16",
+            "Llama 3 8B: its 291 tensors, each dimension divided by 4",
+            lambda: models.llama(1024, 32, 256, 3584, 32064),
+            factor=16,
+        ),
+        Workload(
+            "moe-20k/256",
+            "Qwen3-30B-A3B with 51 layers for its 48, each dimension divided by 16",
+            lambda: models.experts(models.EXPERT_LAYERS, divisor=16),
+            factor=256,
+        ),
+        Workload("2000x1024", "synthetic: many small vectors", lambda: models.many(2000, 1024)),
+        Workload("2000x1", "synthetic: the cost per tensor", lambda: models.many(2000, 1)),
+        Workload("20000x1", "synthetic: the cost per tensor", lambda: models.many(20_000, 1)),
+        Workload("one", "synthetic: one matrix of 8,192 x 8,192", lambda: [(8192, 8192)]),
+        Workload(
+            "lopsided",
+            "synthetic: an embedding of 128,256 x 1,024 before 4,000 vectors of 1,024",
+            models.lopsided,
+        ),
+    ]
+
+
+WORKLOADS = {workload.name: workload for workload in _workloads()}
+
+
+def shapes(name: str) -> list[Shape]:
+    """The shapes of a registered workload; an unknown name is a KeyError that lists the known."""
+    if name not in WORKLOADS:
+        raise KeyError(f"no workload is called {name!r}; there are {', '.join(WORKLOADS)}")
+    return WORKLOADS[name].shapes()
+
+
+def dtypes(shapes: Sequence[Shape], name: str) -> list[torch.dtype]:
+    """One dtype a shape. `mixed` is what keeps norms and biases precise: vectors float32, all else
+    bfloat16; where there are only vectors, every other one."""
+    if name != MIXED:
+        return [getattr(torch, name)] * len(shapes)
+    vectors = [len(shape) < 2 for shape in shapes]
+    if all(vectors):
+        vectors = [index % 2 == 0 for index in range(len(shapes))]
+    return [torch.float32 if vector else torch.bfloat16 for vector in vectors]
+
+
+class Clip:
+    """Arguments of one `clip_grad_norm_` call, and what makes them ready for the next.
+
+    `parameters` and `gradients` are those of the copy whose turn it is; `restore`, called before a
+    call, brings the values of the last one back if it clips, and goes on to the next copy.
+    """
+
+    def __init__(
+        self,
+        shapes: Sequence[Shape],
+        dtype: Dtypes,
+        *,
+        clips: bool,
+        norm_type: float,
+        copies: int,
+    ) -> None:
+        self._copies = [_parameters(gradients(shapes, dtype)) for _ in range(copies)]
+        self.turn = 0
+        self.norm_type, self.clips = norm_type, clips
+        self.n_tensors = len(shapes)
+        self.n_bytes = sum(grad.nbytes for grad in self.gradients)
+        n_elements = sum(grad.numel() for grad in self.gradients)
+        norm = LARGEST if norm_type == math.inf else math.sqrt(MEAN_SQUARE * n_elements)
+        self.max_norm = norm / 2 if clips else norm * 2
+        self.ends = self._magnitudes()
+
+    @property
+    def parameters(self) -> list[torch.nn.Parameter]:
+        return self._copies[self.turn]
+
+    def copies(self) -> list[list[torch.Tensor]]:
+        """The gradients of every copy; `turn` is the index of the one in use."""
+        return [[p.grad for p in copy if p.grad is not None] for copy in self._copies]
 
     @property
     def gradients(self) -> list[torch.Tensor]:
         return [p.grad for p in self.parameters if p.grad is not None]
 
-    @property
-    def n_bytes(self) -> int:
-        return sum(g.numel() * g.element_size() for g in self.gradients)
+    def restore(self) -> None:
+        if self.clips:
+            _fill(self.gradients)
+        self.turn = (self.turn + 1) % len(self._copies)
 
     def is_scaled(self) -> bool:
         """Whether first and last gradient are below their originals (for a clip, by about half)."""
+        return max(self.left()) < 0.8
+
+    def left(self) -> tuple[float, float]:
+        """What is left of the first and of the last gradient's first element: 1 before a clip."""
+        first, last = self._magnitudes()
+        return first / self.ends[0], last / self.ends[1]
+
+    def _magnitudes(self) -> tuple[float, float]:
         grads = self.gradients
-        return all(abs(g.view(-1)[0].item()) < 0.8 * self.first for g in (grads[0], grads[-1]))
+        first, last = (abs(grad.view(-1)[0].item()) for grad in (grads[0], grads[-1]))
+        return first, last
 
 
-def gpt2_small(
-    width: int = 768, blocks: int = 12, vocabulary: int = 50257, context: int = 1024
-) -> list[Shape]:
-    """GPT-2's parameters in order; the defaults give 148 tensors, 124,439,808 elements."""
-    norm: list[Shape] = [(width,), (width,)]
-    attention: list[Shape] = [(width, 3 * width), (3 * width,), (width, width), (width,)]
-    mlp: list[Shape] = [(width, 4 * width), (4 * width,), (4 * width, width), (width,)]
-    block = [*norm, *attention, *norm, *mlp]
-    return [(vocabulary, width), (context, width), *block * blocks, *norm]
-
-
-def many(count: int, elements: int) -> list[Shape]:
-    """`count` vectors of `elements` each: where the cost per tensor shows."""
-    return [(elements,)] * count
-
-
-def gradients(shapes: Iterable[Shape], dtype: torch.dtype = torch.float32) -> list[torch.Tensor]:
+def gradients(shapes: Sequence[Shape], dtype: Dtypes = torch.float32) -> list[torch.Tensor]:
     """One tensor a shape, in memory of its own, the same values on every call."""
-    generator = torch.Generator().manual_seed(0)
-    block = torch.empty(BLOCK).uniform_(0.5, LARGEST, generator=generator)
-    block[1::2].neg_()
-    block = block.to(dtype)
-    return [_filled(shape, block) for shape in shapes]
+    each = [dtype] * len(shapes) if isinstance(dtype, torch.dtype) else dtype
+    grads = [torch.empty(shape, dtype=one) for shape, one in zip(shapes, each, strict=True)]
+    _fill(grads)
+    return grads
 
 
 def clip(
-    shapes: Iterable[Shape],
-    dtype: torch.dtype = torch.float32,
+    shapes: Sequence[Shape],
+    dtype: Dtypes = torch.float32,
     *,
     clips: bool = False,
     norm_type: float = 2.0,
+    copies: int = 1,
 ) -> Clip:
     """A call that halves the gradients (`clips`), or one whose threshold is twice their norm."""
-    grads = gradients(shapes, dtype)
-    norm = LARGEST if norm_type == math.inf else _l2_norm(grads)
-    restore = _restorer(grads) if clips else None
-    max_norm = norm / 2 if clips else norm * 2
-    first = abs(grads[0].view(-1)[0].item())
-    return Clip(_parameters(grads), max_norm, norm_type, clips, first, restore)
+    return Clip(shapes, dtype, clips=clips, norm_type=norm_type, copies=copies)
+
+
+def copies_beyond(cache_bytes: int, shapes: Sequence[Shape], dtype: Dtypes) -> int:
+    """How many copies of a list, used in turn, push each other out of a cache: twice its size, 1 if
+    the list alone does not fit. Counts what a call touches: elements and the tensors themselves."""
+    each = [dtype] * len(shapes) if isinstance(dtype, torch.dtype) else dtype
+    touched = sum(
+        math.prod(shape) * one.itemsize + OBJECT_BYTES
+        for shape, one in zip(shapes, each, strict=True)
+    )
+    return 1 if touched > cache_bytes else -(-2 * cache_bytes // touched)
 
 
 def plain_statistics(grads: list[torch.Tensor]) -> dict[str, torch.Tensor]:
@@ -108,26 +213,48 @@ def plain_statistics(grads: list[torch.Tensor]) -> dict[str, torch.Tensor]:
     }
 
 
-def require_right(name: str, problem: Clip, norm: torch.Tensor) -> None:
-    """A row that did not do its work must not become a number."""
-    clipped = float(norm) > problem.max_norm
+class WrongResult(RuntimeError):
+    """A call that did not do what the row says: it must not become a number."""
+
+
+def require_right(name: str, problem: Clip, norm: torch.Tensor | None) -> None:
+    """Clipped or left alone as the problem wants; `norm` is None where a function returns none."""
     scaled = problem.is_scaled()
+    clipped = problem.clips if norm is None else float(norm) > problem.max_norm
     if clipped != problem.clips or scaled != problem.clips:
-        raise RuntimeError(
-            f"{name} returned a norm of {float(norm):g} for max_norm={problem.max_norm:g} "
+        returned = "no norm" if norm is None else f"a norm of {float(norm):g}"
+        raise WrongResult(
+            f"{name} returned {returned} for max_norm={problem.max_norm:g} "
             f"and {'changed' if scaled else 'kept'} the gradients; this workload is to be "
             f"{'clipped' if problem.clips else 'left alone'}"
         )
 
 
-def _filled(shape: Shape, block: torch.Tensor) -> torch.Tensor:
-    tensor = torch.empty(shape, dtype=block.dtype)
-    for piece in tensor.view(-1).split(BLOCK):
-        piece.copy_(block[: piece.numel()])
-    return tensor
+def _fill(grads: Sequence[torch.Tensor]) -> None:
+    """The same values at every call for lists of the same shapes."""
+    places = random.Random(0)
+    blocks = {dtype: _block(dtype) for dtype in {grad.dtype for grad in grads}}
+    for grad in grads:
+        block = blocks[grad.dtype]
+        for piece in grad.view(-1).split(PIECE):
+            start = places.randrange(BLOCK - PIECE)
+            piece.copy_(block[start : start + piece.numel()])
 
 
-def _parameters(grads: list[torch.Tensor]) -> list[torch.nn.Parameter]:
+_blocks: dict[torch.dtype, torch.Tensor] = {}
+
+
+def _block(dtype: torch.dtype) -> torch.Tensor:
+    if dtype not in _blocks:
+        generator = torch.Generator().manual_seed(0)
+        block = torch.empty(BLOCK, device="cpu").uniform_(0.5, LARGEST, generator=generator)
+        # A clip's norm comes from the count, so signs matter only to sums: alternate them.
+        block[1::2].neg_()
+        _blocks[dtype] = block.to(dtype)
+    return _blocks[dtype]
+
+
+def _parameters(grads: Sequence[torch.Tensor]) -> list[torch.nn.Parameter]:
     """Parameters whose own memory is never touched, so that only the gradients take room."""
     parameters = []
     for grad in grads:
@@ -135,17 +262,3 @@ def _parameters(grads: list[torch.Tensor]) -> list[torch.nn.Parameter]:
         parameter.grad = grad
         parameters.append(parameter)
     return parameters
-
-
-def _l2_norm(grads: list[torch.Tensor]) -> float:
-    return math.sqrt(MEAN_SQUARE * sum(g.numel() for g in grads))
-
-
-def _restorer(grads: list[torch.Tensor]) -> Callable[[], None]:
-    originals = [g.clone() for g in grads]
-
-    def restore() -> None:
-        for grad, original in zip(grads, originals, strict=True):
-            grad.copy_(original)
-
-    return restore
