@@ -22,8 +22,26 @@ lint: $(VENV)/.installed
 	$(PY) tools/sizes.py
 	$(CXX_FILES) -exec $(VENV)/bin/clang-format --dry-run -Werror {} +
 
+# Every row that ends soon, raced and handed to pytest-benchmark, then compared with the committed run; 15 minutes
+# on two cores. One row: make bench BENCH='-k gpt2-small-float32'. Those that take long, too: make bench BENCH=--every
+BENCH :=
+COMMITTED := benchmarks/results/suite.csv
+SUITE = -m pytest -q -W default -r fE benchmarks/bench_suite.py --benchmark-quiet --against $(COMMITTED) $(BENCH)
 bench: $(VENV)/.installed
-	$(PY) -m benchmarks.cpu
+	mkdir -p build/bench
+	$(PY) $(SUITE) --csv build/bench/suite.csv --benchmark-json build/bench/suite.json
+
+# The same beside all peers, some of which need a newer torch than constraints.txt pins: a CUDA build of it, 5.5 GB.
+PEERS := .venv-peers
+bench-peers: $(PEERS)/.installed
+	mkdir -p build/bench
+	$(PEERS)/bin/python $(SUITE) --csv build/bench/peers.csv --benchmark-json build/bench/peers.json
+
+$(PEERS)/.installed: Makefile $(VENV)/.created
+	$(PYTHON) -m venv --clear $(PEERS)
+	$(PEERS)/bin/python -m pip install --quiet --disable-pip-version-check torch==2.14.1 timm==1.0.31 deepspeed==0.19.8 \
+	  jax==0.10.2 optax==0.2.8 pytest==9.2.0 pytest-benchmark==5.3.1 setuptools
+	@touch $@
 
 bench-scaling: $(VENV)/.installed
 	$(PY) -m benchmarks.scaling
@@ -94,7 +112,7 @@ format: $(VENV)/.installed
 	$(CXX_FILES) -exec $(VENV)/bin/clang-format -i {} +
 
 clean:
-	rm -rf $(VENV) .venv-triton-oldest .torches build dist *.egg-info .coverage .hypothesis .mypy_cache .pytest_cache .ruff_cache
+	rm -rf $(VENV) $(PEERS) .venv-triton-oldest .torches build dist *.egg-info .coverage .hypothesis .mypy_cache .pytest_cache .ruff_cache
 
 # FASTCLIP_BUILD=0: in a checkout the C++ is compiled at first use, so that it is never older than csrc.
 $(VENV)/.installed: pyproject.toml setup.py constraints.txt $(VENV)/.created

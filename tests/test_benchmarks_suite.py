@@ -86,8 +86,7 @@ def test_the_suite_replays_what_was_recorded(tmp_path: Path) -> None:
         assert one["group"] == row["title"]
 
 
-def test_the_suite_is_not_collected_with_the_tests() -> None:
-    command = [sys.executable, "-m", "pytest", "--collect-only", "-q", "tests/test_ops.py"]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
-    assert "bench_suite" not in done.stdout
-    assert not list((ROOT / "benchmarks").glob("test_*.py"))
+def test_the_suite_is_collected_by_name_alone() -> None:
+    names = {path.name for path in (ROOT / "benchmarks").glob("*.py")}
+    assert "bench_suite.py" in names
+    assert not [name for name in names if name.startswith("test_") or name.endswith("_test.py")]

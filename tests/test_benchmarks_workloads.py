@@ -168,9 +168,9 @@ def test_copies_are_as_many_as_push_each_other_out(cache: int, copies: int) -> N
 
 def test_a_call_that_does_not_do_its_work_is_a_wrong_result() -> None:
     problem = clip(SMALL, clips=True)
-    with pytest.raises(WrongResult, match="lazy returned a norm of 1e\\+09 .* to be clipped"):
+    with pytest.raises(WrongResult, match=r"lazy returned a norm of 1e\+09 .* to be clipped"):
         require_right("lazy", problem, torch.tensor(1e9))
-    with pytest.raises(WrongResult, match="silent returned no norm .* kept the gradients"):
+    with pytest.raises(WrongResult, match=r"silent returned no norm .* kept the gradients"):
         require_right("silent", problem, None)
 
 

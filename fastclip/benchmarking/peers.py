@@ -137,7 +137,7 @@ def _deepspeed(problem: Clip) -> Call:
 
 @cache
 def _process_group() -> None:
-    dist = torch.distributed
+    dist: Any = torch.distributed  # not everything in it is exported to a type checker
     if not dist.is_initialized():
         dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     comm = importlib.import_module("deepspeed.comm")
