@@ -118,11 +118,14 @@ def records(result: AnyResult) -> list[dict[str, object]]:
 
 
 def _memory_records(result: MemoryResult) -> list[dict[str, object]]:
-    row = {"name": result.name, "title": result.title, "workload": result.workload}
-    row |= {"dtype": result.dtype, "clips": True}
-    sides: list[dict[str, object]] = [
-        {**row, "side": name, "extra_bytes": extra} for name, extra in result.extra.items()
-    ]
+    row: dict[str, object] = {
+        "name": result.name,
+        "title": result.title,
+        "workload": result.workload,
+        "dtype": result.dtype,
+        "clips": True,
+    }
+    sides = [{**row, "side": name, "extra_bytes": extra} for name, extra in result.extra.items()]
     sides[0] |= {"met": result.met, "extra_bytes_allowed": result.allowed}
     return [*sides, *({**row, "side": name, "gap": why} for name, why in result.gaps.items())]
 
@@ -195,9 +198,9 @@ def _rival(timing: Timing) -> str:
 
 
 def _verdict(result: AnyResult) -> str:
-    if result.met is not None:
-        return "ok" if result.met else "below"
-    return "slower" if isinstance(result, Result) and result.ratio.median < 1 else ""
+    if isinstance(result, Result) and result.met is None:
+        return "slower" if result.ratio.median < 1 else ""
+    return "ok" if result.met else "below"
 
 
 def _losses(races: Sequence[Result]) -> list[str]:
