@@ -20,6 +20,8 @@ def main(library: Path, level: str) -> None:
     _build.cached_library = lambda *_: library
     native.simd(level)
     backend = native.provide()
+    assert backend.quick_measure_units is not None
+    assert backend.quick_scale_units_ is not None
     assert str(library) in native.description()
     large = [case for case in BACKEND_CASES if sum(x.numel() for x in case.tensors()) > 50_000]
     for threads, cases, norms in ((1, BACKEND_CASES, SIMD_NORM_TYPES), (3, large, (2.0,))):
@@ -31,6 +33,9 @@ def main(library: Path, level: str) -> None:
             backend.clip_(grads, 2.0, 1e-3, None)
             each = torch.linspace(0.5, 1.0, len(grads), dtype=torch.float64)
             backend.scale_(case.tensors(), each)
+            if measured := backend.quick_measure_units(grads, 2.0, None):
+                coefs = torch.linspace(0.5, 1.0, len(measured[1]), dtype=torch.float64)
+                assert backend.quick_scale_units_(case.tensors(), coefs)
     print(len(BACKEND_CASES), "cases and", len(large), "large ones again with threads")
 
 

@@ -25,8 +25,9 @@ class AGC:
         coef = threshold / max(g, 1e-6) where g > threshold, else 1
 
     `eps` lets parameters learn that start at zero. The paper leaves the last, classifying layer
-    out: give the clipper the other parameters. There is no state. It reads parameters and gradients
-    once more each step; norms are taken in float64.
+    out: give the clipper the other parameters. There is no state. Each step it reads the
+    parameters; the gradients' unit norms come with their statistics on the CPU, elsewhere by a
+    second read.
 
     `Decision.units` has the coefficients; `coef` and `threshold` are the smallest of each tensor.
 

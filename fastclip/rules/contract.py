@@ -87,6 +87,9 @@ class Rule(Protocol):
     it: no ``.item()``, no ``if`` on a tensor, no ``torch.tensor(...)`` sent there. `decide` changes
     nothing in place.
 
+    A rule that has an attribute `by_unit`, true, is given `Measured.unit_norms` where that costs
+    nothing.
+
     A norm that is NaN or infinite leaves the state bitwise as it was (its own row of the state, in
     a rule per tensor). The coefficient then is what the formula makes of it: what becomes of such
     a step is not the rule's to say. One that is not finite although all elements are makes
