@@ -38,7 +38,8 @@ from benchmarks.gpt import GPT
 from fastclip.benchmarking import machine
 from fastclip.benchmarking.contest import OURS
 from fastclip.benchmarking.measure import Side, interleave, paired_ratios, spread
-from fastclip.benchmarking.workloads import Shape, gpt2_small, gradients, many
+from fastclip.benchmarking.models import Shape, gpt2, many
+from fastclip.benchmarking.workloads import gradients
 from fastclip.distributed import Attribution, attribution_hook
 
 MAX_NORM = 1e9  # nothing is clipped: to measure is what costs
@@ -63,8 +64,8 @@ class Size(NamedTuple):
 
 
 # As many tensors as GPT-2 medium has, a quarter as wide: 22 M elements.
-FULL = Size(many(N_DTENSORS, 1024), gpt2_small(width=256, blocks=24), (128, 4), rounds=100)
-QUICK = Size(many(20, 16), gpt2_small(width=32, blocks=1, vocabulary=64), (32, 1), rounds=2)
+FULL = Size(many(N_DTENSORS, 1024), gpt2(width=256, blocks=24), (128, 4), rounds=100)
+QUICK = Size(many(20, 16), gpt2(width=32, blocks=1, vocabulary=64), (32, 1), rounds=2)
 
 
 class Traffic(NamedTuple):
@@ -247,19 +248,19 @@ def run(ranks: int, size: Size) -> list[dict[str, Any]]:
 
 
 HEADER = (
-    f"{'workload':<38}{'ranks':>6}{'ratio':>7}  {'quartiles':<12}{'baseline':>11}{'fastclip':>11}"
+    f"{'workload':<38}{'ranks':>6}{'ratio':>7}  {'20-80 %':<12}{'baseline':>11}{'fastclip':>11}"
     "   collectives and bytes a rank sends"
 )
 
 
 def line(row: dict[str, Any]) -> str:
-    quartiles = f"{row['ratio_low']:.2f} - {row['ratio_high']:.2f}"
+    percentiles = f"{row['ratio_low']:.2f} - {row['ratio_high']:.2f}"
     sent = (
         f"{row['baseline_collectives']}, {row['baseline_bytes']:,}; "
         f"{row['fastclip_collectives']}, {row['fastclip_bytes']:,}"
     )
     return (
-        f"{row['title']:<38}{row['ranks']:>6}{row['ratio']:>7.2f}  {quartiles:<12}"
+        f"{row['title']:<38}{row['ranks']:>6}{row['ratio']:>7.2f}  {percentiles:<12}"
         f"{row['baseline_ms']:>8.2f} ms{row['fastclip_ms']:>8.2f} ms   {sent}"
     )
 
