@@ -26,7 +26,7 @@ class Picture(NamedTuple):
 
 
 PICTURES: tuple[Picture, ...] = (
-    Picture("speed-ratio", figures.ratio, ("cpu-zen4-2cores.csv",), "make bench"),
+    Picture("speed-ratio", figures.ratio, ("suite.csv",), "make bench"),
     Picture("speed-bandwidth", figures.bandwidth, ("scaling.csv",), "make bench-scaling"),
     Picture("speed-host", figures.host, ("scaling.csv",), "make bench-scaling"),
     Picture(

@@ -107,7 +107,7 @@ def sizes(path: Path) -> tuple[float, float]:
 
 
 def written(folder: Path) -> Path:
-    write(folder / "cpu-zen4-2cores.csv", suite())
+    write(folder / "suite.csv", suite())
     write(folder / "scaling.csv", scaling())
     summary, curves = training()
     write(folder / "training.csv", summary)
@@ -243,7 +243,7 @@ def status(arguments: Sequence[str]) -> object:
 @pytest.mark.parametrize(
     ("missing", "words"),
     [
-        ("cpu-zen4-2cores.csv", "make bench writes it"),
+        ("suite.csv", "make bench writes it"),
         ("scaling.csv", "make bench-scaling writes it"),
         ("training-curves.csv", "make bench-training writes it"),
     ],
