@@ -168,8 +168,8 @@ class Gradients:
     def by_device(self) -> dict[torch.device, list[int]]:
         """The row numbers on each device, in order."""
         every = [tensor.device for tensor in self.tensors]
-        if every.count(every[0] if every else None) == len(every):
-            return {device: list(range(len(every))) for device in every[:1]}
+        if every and every.count(every[0]) == len(every):
+            return {every[0]: list(range(len(every)))}
         devices: dict[torch.device, list[int]] = {}
         for number, device in enumerate(every):
             devices.setdefault(device, []).append(number)

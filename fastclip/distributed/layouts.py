@@ -53,6 +53,7 @@ class World:
     partial: dict[tuple[DeviceMesh, Placements, int], Layout] = field(default_factory=dict)
     lists: "list[Known]" = field(default_factory=list)  # the last one used first
     groups: dict[tuple[int, ...], dist.ProcessGroup] = field(default_factory=dict)
+    in_use: list[dist.ProcessGroup] = field(default_factory=list)  # those and the meshes' own
 
 
 _worlds: "WeakKeyDictionary[dist.ProcessGroup, World]" = WeakKeyDictionary()
@@ -180,7 +181,22 @@ def local_of(source: DTensor) -> Tensor:
 
 
 def world() -> World:
-    return _worlds.setdefault(default_group(), World())
+    """What is kept; nothing that is of a group which has been destroyed. Two meshes are equal
+    though only one has its groups still."""
+    group = default_group()
+    kept = _worlds.get(group)
+    if kept is None or not all(map(_is_there, kept.in_use)):
+        groups = {} if kept is None else kept.groups
+        groups = {ranks: each for ranks, each in groups.items() if _is_there(each)}
+        kept = _worlds[group] = World(groups=groups, in_use=[*groups.values()])
+    return kept
+
+
+def _is_there(group: dist.ProcessGroup) -> bool:
+    try:
+        return len(dist.get_process_group_ranks(group)) > 0
+    except KeyError:
+        return False
 
 
 def default_group() -> dist.ProcessGroup:

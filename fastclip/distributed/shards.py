@@ -372,11 +372,14 @@ def _group(layout: Layout, kept: World) -> dist.ProcessGroup | None:
         if layout.mesh.ndim > 1 or layout.mesh.get_group() is default_group():
             return None
     if layout.mesh.ndim == 1:
-        return layout.mesh.get_group()
+        group = layout.mesh.get_group()
+        kept.in_use.append(group)
+        return group
     if ranks not in kept.groups:
         # Made by its members alone: the others may have no such mesh.
         group = dist.new_group(list(ranks), use_local_synchronization=True)
         kept.groups[ranks] = group
+        kept.in_use.append(group)
     return kept.groups[ranks]
 
 
