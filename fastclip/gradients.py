@@ -167,9 +167,12 @@ class Gradients:
 
     def by_device(self) -> dict[torch.device, list[int]]:
         """The row numbers on each device, in order."""
+        every = [tensor.device for tensor in self.tensors]
+        if every and every.count(every[0]) == len(every):
+            return {every[0]: list(range(len(every)))}
         devices: dict[torch.device, list[int]] = {}
-        for number, tensor in enumerate(self.tensors):
-            devices.setdefault(tensor.device, []).append(number)
+        for number, device in enumerate(every):
+            devices.setdefault(device, []).append(number)
         return devices
 
 

@@ -185,6 +185,8 @@ def rescale_(listed: Listed, coef: Tensor) -> None:
 @torch.no_grad()
 def scale_(found: Gradients, coef: Tensor) -> None:
     """Multiply the gradients in place by `coef`, float64, 0-d or ``[n]``."""
+    if coef.dim() == 0 and tables.peek(coef) == 1:
+        return
     if found.united is not None and coef.dim() > 0:
         coef = found.united.own(coef)
     for device, rows in found.by_device().items():

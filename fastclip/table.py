@@ -34,7 +34,8 @@ WIDE = frozenset({torch.float64, torch.complex128})
 
 def result_dtype(tensors: Sequence[Tensor]) -> torch.dtype:
     """The dtype norms are returned in: float64 if any tensor is as wide, else float32."""
-    return torch.float64 if any(t.dtype in WIDE for t in tensors) else torch.float32
+    wide = not WIDE.isdisjoint([tensor.dtype for tensor in tensors])
+    return torch.float64 if wide else torch.float32
 
 
 def empty(p: float, n: int, device: torch.device) -> Tensor:

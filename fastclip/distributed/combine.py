@@ -39,6 +39,15 @@ PRESENT, COUNTED, OWNER = 1, 2, 4  # what the flags are made of
 _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 
 
+class Weights(NamedTuple):
+    """Which of the tables count, by their flags."""
+
+    flags: Tensor  # [R, n]
+    counted: Tensor  # [R, n] bool
+    present: Tensor  # [n] bool: whether any process has a gradient
+    all_count: bool  # as far as that is known without a wait
+
+
 class Gathered(NamedTuple):
     """What R processes have packed, in the order of their ranks in the group."""
 
@@ -54,13 +63,11 @@ class Gathered(NamedTuple):
         first = torch.where(owners > 0, owners, math.inf).amin(0)
         return (self.flags.remainder(OWNER) >= COUNTED) & ((owners == 0) | (owners == first))
 
-    @property
-    def present(self) -> Tensor:
-        """Whether any process has a gradient, ``[n]`` bool."""
-        return (self.flags.remainder(COUNTED) == PRESENT).any(0)
-
-    def contributions(self) -> Contributions:
-        return Contributions(self.ranks, self.tables, self.present)
+    def weights(self) -> Weights:
+        counted = self.counted
+        present = (self.flags.remainder(COUNTED) == PRESENT).any(0)
+        all_count = counted.device.type == "cpu" and bool(counted.all())
+        return Weights(self.flags.clone(), counted, present, all_count)
 
     def known_failed(self) -> list[int]:
         """The global ranks of processes that could not measure; none where to ask would wait."""
@@ -186,13 +193,21 @@ def _naming(ranks: Sequence[int]) -> Iterator[None]:
         ) from error
 
 
-def combine(every: Tensor, counted: Tensor, p: float) -> Tensor:
+def combine(every: Tensor, counted: Tensor, p: float, all_count: bool = False) -> Tensor:
     """The table, ``[n, 5]``, of all elements that the tables ``[R, n, 5]`` of R processes describe.
 
     Where `counted`, ``[R, n]`` bool, is false, a process holds a replica of elements that another
     counts. Of it matters only what is not finite, which is seen by all and counted once: a POWER
-    that is NaN or infinite, and counts of NAN and INF beyond those that are counted.
+    that is NaN or infinite, and counts of NAN and INF beyond those that are counted. `all_count`
+    tells that there is none of these.
     """
+    if all_count:
+        table = every.sum(0)
+        table[:, tables.MAX_ABS] = every[:, :, tables.MAX_ABS].amax(0)
+        if math.isinf(p):
+            powers = every[:, :, tables.POWER]
+            table[:, tables.POWER] = powers.amax(0) if p > 0 else powers.amin(0)
+        return table
     powers, maxima = every[:, :, tables.POWER], every[:, :, tables.MAX_ABS]
     if p == -math.inf:
         power = torch.where(counted | powers.isnan(), powers, math.inf).amin(0)

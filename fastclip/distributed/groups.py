@@ -17,7 +17,15 @@ from torch import Tensor
 from fastclip import passes
 from fastclip import table as tables
 from fastclip.distributed import combine
-from fastclip.distributed.meeting import Card, described, groups_of, held, meet, refuse_rule
+from fastclip.distributed.meeting import (
+    Card,
+    Meeting,
+    described,
+    groups_of,
+    held,
+    meet,
+    refuse_rule,
+)
 from fastclip.distributed.roster import Roster
 from fastclip.gradients import Gradients
 from fastclip.ranks import Contributions, said
@@ -79,6 +87,7 @@ class Groups:
         self._places = {name: place for place, name in enumerate(own.names)}
         self._rows = {name: row for row, name in enumerate(self._all.names)}
         self._numel = self._all.numel()
+        self._all_count = all(share.counts for share in self._all.shares.values())
         self._sent: dict[torch.device, _Sent] = {}
         self._took_part = False
 
@@ -135,7 +144,8 @@ class Groups:
             contributions=contributions,
             united=United(self, found, rows, self._dtype),
         )
-        whole = combine.combine(parts, self._sent_to(own.device).counted, self._p)
+        counted = self._sent_to(own.device).counted
+        whole = combine.combine(parts, counted, self._p, self._all_count)
         return united, whole, flag > 0
 
     def _exchange(
@@ -150,25 +160,29 @@ class Groups:
         self._took_part = True
         unsettled = []
         sent = self._sent_to(every.device)
-        heard = every.new_zeros(())  # one over a rank in trouble
-        for meeting, index, ranks in zip(self._meetings, sent.sources, sent.ranks, strict=True):
-            header = combine.pack(every[:0, : tables.COLUMNS], (), meeting.checksum + new, failed)
-            own = header[combine.FAILED, tables.COLUMNS]
-            own.copy_(torch.maximum(own, heard))
-            padding = self._nothing(meeting.places - len(every) + 1, every.device)
-            padding[-1, tables.NAN] = flag
-            gathered = combine.gather(torch.cat([header, every, padding]), meeting.group)
-            different = gathered.header[:, combine.CHECKSUM] != meeting.checksum
-            told = gathered.header[:, combine.FAILED]
-            heard = torch.where(different, ranks + 1, told).amax()
+        heard: Tensor | int = 0 if failed is None else failed + 1  # one over a rank in trouble
+        last = len(self._meetings) - 1
+        for number, meeting in enumerate(self._meetings):
+            packed = sent.packed[number].clone()
+            packed[combine.HEADER : combine.HEADER + len(every)] = every
+            packed[-1, tables.NAN] = flag
+            packed[combine.FAILED, tables.COLUMNS] = heard
+            if new:
+                packed[combine.CHECKSUM, tables.COLUMNS] += 1
+            gathered = combine.gather(packed, meeting.group)
+            if number < last:
+                different = gathered.header[:, combine.CHECKSUM] != meeting.checksum
+                told = gathered.header[:, combine.FAILED]
+                worst = torch.where(different, sent.ranks[number] + 1, told).amax()
+                heard = worst if failed is None else heard
             if every.device.type == "cpu":
                 unsettled.append(gathered)
             else:
                 gathered.settle(OTHERS)  # raises later, but marks what the next group is sent
             flag = gathered.tables[:, -1, tables.NAN].amax()
             rows = torch.cat([gathered.tables, gathered.flags[:, :, None]], 2)[:, :-1]
-            every = torch.cat([rows.flatten(0, 1), self._nothing(1, every.device)])
-            every = every.index_select(0, index)
+            every = torch.cat([rows.flatten(0, 1), sent.nothing])
+            every = every.index_select(0, sent.sources[number])
         return every, flag, unsettled
 
     def _contributions(self, parts: Tensor, present: Tensor) -> Contributions:
@@ -210,8 +224,15 @@ class Groups:
                 _index(dist.get_process_group_ranks(meeting.group), device)
                 for meeting in self._meetings
             ]
-            self._sent[device] = _Sent(counted.to(device), sources, ranks)
+            nothing = self._nothing(1, device)
+            packed = [self._packed(meeting, device) for meeting in self._meetings]
+            self._sent[device] = _Sent(counted.to(device), sources, ranks, nothing, packed)
         return self._sent[device]
+
+    def _packed(self, meeting: Meeting, device: torch.device) -> Tensor:
+        """What is sent with nothing in it; the last row is for the flag."""
+        header = combine.pack(tables.empty(self._p, 0, device), (), meeting.checksum)
+        return torch.cat([header, self._nothing(meeting.places + 1, device)])
 
     def __repr__(self) -> str:
         return said(rank for rank in self._all.ranks if rank >= 0)
@@ -229,6 +250,8 @@ class _Sent(NamedTuple):
     counted: Tensor  # [ranks, names] bool
     sources: list[Tensor]  # of each meeting
     ranks: list[Tensor]  # global ones, of each meeting
+    nothing: Tensor  # [1, 6], a row without elements
+    packed: list[Tensor]  # what is sent to each meeting, with no numbers yet
 
 
 def _index(places: Sequence[int], device: torch.device) -> Tensor:

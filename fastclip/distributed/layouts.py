@@ -1,6 +1,8 @@
 """How DTensors are laid out over processes. Every use of what DTensor keeps private is here."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
+from operator import attrgetter
 from typing import TYPE_CHECKING, NamedTuple
 from weakref import WeakKeyDictionary
 
@@ -13,11 +15,13 @@ from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 from torch.distributed.tensor.placement_types import Placement
 
 if TYPE_CHECKING:
-    from fastclip.distributed.shards import Gathering
+    from fastclip.distributed.shards import Known
 
 LINEAR = frozenset({"sum", "avg"})  # kinds of Partial that a coefficient passes through
 
 Placements = tuple[Placement, ...]
+
+_FACTS = attrgetter("_spec.mesh", "_spec.placements", "_spec.tensor_meta")
 
 
 class Layout(NamedTuple):
@@ -47,8 +51,9 @@ class World:
     # None: of partial ones, which are by number of dimensions as well
     layouts: dict[tuple[DeviceMesh, Placements], Layout | None] = field(default_factory=dict)
     partial: dict[tuple[DeviceMesh, Placements, int], Layout] = field(default_factory=dict)
-    plans: "dict[tuple[bool | int, ...], list[Gathering]]" = field(default_factory=dict)
+    lists: "list[Known]" = field(default_factory=list)  # the last one used first
     groups: dict[tuple[int, ...], dist.ProcessGroup] = field(default_factory=dict)
+    in_use: list[dist.ProcessGroup] = field(default_factory=list)  # those and the meshes' own
 
 
 _worlds: "WeakKeyDictionary[dist.ProcessGroup, World]" = WeakKeyDictionary()
@@ -152,9 +157,21 @@ def reduced_part(stored: Tensor, partial: PartialOf) -> Tensor:
     return part if layout.divisor == 1 else part / layout.divisor
 
 
-def numel_of(source: DTensor) -> int:
-    """Of the whole tensor. Tensor.numel takes 0.6 us."""
-    return source._spec.shape.numel()
+def facts_of(sources: Sequence[Tensor | None]) -> list[object]:
+    """All that a list's layouts follow from, to be compared with those of another call: objects
+    that do not change, and most of which are the same from step to step."""
+    return [
+        _FACTS(each) if isinstance(each, DTensor) else None if each is None else each.shape
+        for each in sources
+    ]
+
+
+def locals_of(sources: Sequence[Tensor | None]) -> list[Tensor | None]:
+    """What this process holds of each, on the same memory."""
+    held = [each._local_tensor if isinstance(each, DTensor) else each for each in sources]
+    if AsyncCollectiveTensor in set(map(type, held)):
+        held = [each.wait() if isinstance(each, AsyncCollectiveTensor) else each for each in held]
+    return held
 
 
 def local_of(source: DTensor) -> Tensor:
@@ -164,7 +181,22 @@ def local_of(source: DTensor) -> Tensor:
 
 
 def world() -> World:
-    return _worlds.setdefault(default_group(), World())
+    """What is kept; nothing that is of a group which has been destroyed. Two meshes are equal
+    though only one has its groups still."""
+    group = default_group()
+    kept = _worlds.get(group)
+    if kept is None or not all(map(_is_there, kept.in_use)):
+        groups = {} if kept is None else kept.groups
+        groups = {ranks: each for ranks, each in groups.items() if _is_there(each)}
+        kept = _worlds[group] = World(groups=groups, in_use=[*groups.values()])
+    return kept
+
+
+def _is_there(group: dist.ProcessGroup) -> bool:
+    try:
+        return len(dist.get_process_group_ranks(group)) > 0
+    except KeyError:
+        return False
 
 
 def default_group() -> dist.ProcessGroup:

@@ -199,10 +199,3 @@ def refuse_rule(rule: Rule) -> None:
             "AGC looks at whole gradients and parameters, of which a rank of a process_group may "
             "hold a shard: take AdaGC, which clips each tensor by its norm, or another rule"
         )
-
-
-class _Sent(NamedTuple):
-    """What steps need on a device."""
-
-    counted: Tensor  # [ranks, names] bool
-    sources: list[Tensor]  # of each meeting

@@ -1,5 +1,7 @@
 """What is wrong on one rank is an error on all; nobody is left waiting."""
 
+from pathlib import Path
+
 import pytest
 
 from tests.distributed import troubles
@@ -74,14 +76,14 @@ def test_partial_gradients_that_no_coefficient_passes_through(ranks: Pool) -> No
 @pytest.mark.parametrize("grouped", [False, True], ids=["dtensor", "process-group"])
 @pytest.mark.parametrize("how", ["exit", "kill", "silent"])
 def test_when_a_rank_is_lost_the_others_fail_within_the_time_out(
-    mortal_ranks: Pool, how: str, grouped: bool
+    mortal_ranks: Pool, how: str, grouped: bool, tmp_path: Path
 ) -> None:
-    arguments = (how, 2, 3, grouped)
-    answers = mortal_ranks.run(4, troubles.interrupted, *arguments, timeout=2.0, dying=[2])
+    arguments = (how, 2, 3, grouped, tmp_path)
+    answers = mortal_ranks.run(4, troubles.interrupted, *arguments, timeout=4.0, dying=[2])
     for rank, answer in enumerate(answers):
         if rank == 2:
             continue
-        steps, error, seconds = answer
+        steps, error, was_there = answer
         assert steps == 3
         assert "combining the gradient statistics of ranks 0-3 failed" in error
-        assert seconds < troubles.SILENT - 1  # not by its end
+        assert was_there  # by the time-out, and not by its end

@@ -95,9 +95,10 @@ def test_packed_and_gathered() -> None:
         pack(first, [both, combining.PRESENT, 0], 7), pack(second, [both, combining.COUNTED, 0], 7)
     )
     assert got.tables.equal(torch.stack([first, second]))
-    assert got.counted.tolist() == [[True, False, False], [True, True, False]]
-    assert got.present.tolist() == [True, True, False]
-    assert got.contributions()[0] == (4, 5)
+    weights = got.weights()
+    assert weights.counted.tolist() == [[True, False, False], [True, True, False]]
+    assert weights.present.tolist() == [True, True, False]
+    assert not weights.all_count
     assert got.known_failed() == []
     got.settle("unused")
 
@@ -109,8 +110,9 @@ def test_of_several_sets_the_lowest_that_has_a_gradient_counts() -> None:
     table = tables.empty(2.0, 2, torch.device("cpu"))
     flags = [[first, 0], [second, second], [first, 0], [second, second]]
     got = gathered(*(pack(table, each, 7) for each in flags))
-    assert got.counted.T.tolist() == [[True, False, True, False], [False, True, False, True]]
-    assert got.present.tolist() == [True, True]
+    weights = got.weights()
+    assert weights.counted.T.tolist() == [[True, False, True, False], [False, True, False, True]]
+    assert weights.present.tolist() == [True, True]
 
 
 def test_a_rank_that_failed_is_named() -> None:

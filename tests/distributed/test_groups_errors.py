@@ -5,7 +5,6 @@ import itertools
 import math
 import os
 import pickle
-import time
 from typing import Any
 
 import pytest
@@ -126,21 +125,19 @@ def test_the_next_group_hears_of_trouble(ranks: Pool) -> None:
     assert second == first
 
 
-def left_alone() -> tuple[str, float]:
+def left_alone() -> str:
     clipper = prepared()
     clipper.clip_()
     if dist.get_rank() == 1:
         os._exit(1)
-    start = time.monotonic()
     with pytest.raises(RuntimeError) as error:
         clipper.clip_()
-    return str(error.value), time.monotonic() - start
+    return str(error.value)
 
 
 def test_a_rank_that_dies_is_an_error_on_the_others(mortal_ranks: Pool) -> None:
-    message, seconds = mortal_ranks.run(2, left_alone, timeout=3, dying=[1])[0]
+    message = mortal_ranks.run(2, left_alone, timeout=5, dying=[1], seconds=30)[0]
     assert message.startswith("combining the gradient statistics of ranks 0, 1 failed: ")
-    assert seconds < 5
 
 
 def copied() -> tuple[str, list[str]]:

@@ -15,7 +15,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 import fastclip
 from fastclip.distributed.combine import COUNTED, OWNER, PRESENT
 from fastclip.distributed.layouts import Layouts
-from fastclip.distributed.shards import Gathering
+from fastclip.distributed.shards import LISTS, Gathering, Spread
 from fastclip.gradients import Listed
 
 ME = 2
@@ -139,6 +139,114 @@ def test_parameters_without_gradients_have_a_place() -> None:
     assert listed.labels() == ("a", "b")
     assert [tuple(tensor.shape) for tensor in listed.grads] == [(0,), (0,)]
     assert (listed.spread.numel, listed.spread.present) == ([24, 24], [False, False])
+
+
+def with_gradient(*placements: Placement, shape: tuple[int, ...] = (2, 3)) -> nn.Parameter:
+    parameter = nn.Parameter(on(line(), *placements, shape=shape))
+    parameter.grad = on(line(), *placements, shape=shape)
+    return parameter
+
+
+def spread_of(parameters: list[nn.Parameter], *names: str) -> Spread:
+    listed = Listed([each.grad for each in parameters], list(names) or None, parameters)
+    assert listed.spread is not None
+    return listed.spread
+
+
+def test_what_is_known_of_a_list_is_kept() -> None:
+    parameters = [with_gradient(Shard(0)), with_gradient(Replicate())]
+    first = spread_of(parameters)
+    for parameter in parameters:
+        assert parameter.grad is not None
+        parameter.grad = parameter.grad.clone()
+    assert spread_of(parameters) is first
+    assert spread_of([with_gradient(Shard(0)), with_gradient(Replicate())]) is first
+    assert spread_of(parameters, "a", "b").checksum != first.checksum
+    listed = Listed([each.grad for each in parameters], None, parameters, alone=True)
+    assert listed.spread is not None
+    assert listed.spread.alone
+    assert spread_of(parameters) is first
+
+
+def test_the_oldest_lists_are_forgotten() -> None:
+    parameters = [with_gradient(Shard(0))]
+    first = spread_of(parameters)
+    for number in range(LISTS - 1):
+        spread_of(parameters, str(number + 1))
+    assert spread_of(parameters) is first
+    for number in range(LISTS):
+        spread_of(parameters, f"other {number}")
+    assert spread_of(parameters) is not first
+
+
+def replaced(parameters: list[nn.Parameter]) -> None:
+    parameters[1] = with_gradient(Shard(0), shape=(5, 3))
+
+
+def resharded(parameters: list[nn.Parameter]) -> None:
+    parameters[1].grad = on(line(), Replicate(), shape=(8, 3))
+
+
+def plain(parameters: list[nn.Parameter]) -> None:
+    parameters[1] = nn.Parameter(torch.zeros(7))
+    parameters[1].grad = torch.ones(7)
+
+
+def absent(parameters: list[nn.Parameter]) -> None:
+    parameters[1].grad = None
+
+
+def frozen(parameters: list[nn.Parameter]) -> None:
+    parameters[1].grad = None
+    parameters[1].requires_grad = False
+
+
+def partial(parameters: list[nn.Parameter]) -> None:
+    parameters[1].grad = on(line(), Partial(), shape=(8, 3))
+
+
+@pytest.mark.parametrize(
+    ("change", "numel", "flags", "present"),
+    [
+        (replaced, [24, 60], [BOTH, BOTH], [True, True]),
+        (resharded, [24, 24], [BOTH, PRESENT], [True, True]),
+        (plain, [24, 7], [BOTH, BOTH + OWNER * ME], [True, True]),
+        (absent, [24, 24], [BOTH, BOTH], [True, False]),
+        (frozen, [24], [BOTH], [True]),
+        (partial, [24, 24], [BOTH, BOTH], [True, True]),
+    ],
+)
+def test_what_is_known_is_not_used_for_other_gradients(
+    change: Callable[[list[nn.Parameter]], None],
+    numel: list[int],
+    flags: list[int],
+    present: list[bool],
+) -> None:
+    parameters = [with_gradient(Shard(0)), with_gradient(Shard(0))]
+    before = spread_of(parameters)
+    change(parameters)
+    after = spread_of(parameters)
+    assert (after.numel, after.present) == (numel, present)
+    assert seen(after._plan()) == [((0, 1, 2, 3), [*range(len(numel))], [OWNER + f for f in flags])]
+    assert sorted(after.partial) == ([1] if change is partial else [])
+    assert (before.numel, before.present) == ([24, 24], [True, True])
+
+
+def test_nothing_is_kept_of_groups_that_are_gone() -> None:
+    ranks = (0, ME)
+    first, again = (dist.new_group(ranks) for _ in range(2))
+    meshes = [DeviceMesh.from_group(group, "cpu") for group in (first, again)]
+    assert meshes[0] == meshes[1]
+    (gathering,) = plan_of(on(meshes[0], Shard(0)))
+    assert gathering.group is first
+    dist.destroy_process_group(first)
+    (gathering,) = plan_of(on(meshes[1], Shard(0)))
+    assert gathering.group is again
+    dist.destroy_process_group()
+    dist.init_process_group("fake", store=FakeStore(), rank=ME, world_size=3)
+    assert seen(plan_of(on(init_device_mesh("cpu", (3,)), Shard(0)))) == [
+        ((0, 1, 2), [0], [BOTH + OWNER])
+    ]
 
 
 def test_meshes_of_one_process_are_ordinary() -> None:

@@ -4,6 +4,7 @@ import os
 import signal
 import time
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -17,7 +18,9 @@ from tests.distributed import layouts
 from tests.distributed.layouts import Named
 from tests.distributed.models import grad_of
 
-SILENT = 9.0  # seconds that a rank that hangs is there, in spite of a time-out of 2
+SILENT = 50.0  # seconds that a rank which hangs waits at most for the others to give up
+
+GONE = "gone"  # what it leaves if it does not wait any longer
 
 CALLS: dict[str, Callable[[Named], Any]] = {
     "clip_grad_norm_": lambda named: fastclip.clip_grad_norm_(named, 1.0),
@@ -177,9 +180,11 @@ def not_linear() -> tuple[str, str]:
     return texts[0], texts[1]
 
 
-def interrupted(how: str, guilty: int, at: int, grouped: bool) -> tuple[int, str, float]:
-    """How many steps were taken, the error, and the seconds from the last step to it, when a rank
-    is lost before its step `at`. No other communication than the clipper's goes on."""
+def interrupted(
+    how: str, guilty: int, at: int, grouped: bool, folder: Path
+) -> tuple[int, str, bool]:
+    """How many steps were taken, the error, and whether a rank which hangs was still there then,
+    when a rank is lost before its step `at`. No other communication than the clipper's goes on."""
     named: Named = [("a", rows(1, 9, 2)), ("b", rows(3, 8))]
     options: dict[str, Any] = {}
     if grouped:
@@ -194,11 +199,17 @@ def interrupted(how: str, guilty: int, at: int, grouped: bool) -> tuple[int, str
                 os._exit(1)
             if how == "kill":
                 os.kill(os.getpid(), signal.SIGKILL)
-            time.sleep(SILENT)
+            deadline = time.monotonic() + SILENT
+            while len([*folder.iterdir()]) < dist.get_world_size() - 1:
+                if time.monotonic() > deadline:
+                    (folder / GONE).touch()
+                    break
+                time.sleep(0.05)
             os._exit(1)
-        begun = time.monotonic()
         try:
             clipper.step(optimizer)
         except RuntimeError as error:
-            return number, str(error), time.monotonic() - begun
-    return at + 20, "", 0.0
+            was_there = not (folder / GONE).exists()
+            (folder / f"rank {dist.get_rank()}").touch()
+            return number, str(error), was_there
+    return at + 20, "", False
