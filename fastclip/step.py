@@ -13,7 +13,6 @@ from fastclip.functional import order
 from fastclip.gradients import Gradients, Listed
 from fastclip.policy import Policy
 from fastclip.rules import (
-    AGC,
     AutoClip,
     Decision,
     LogZ,
@@ -38,6 +37,7 @@ _CAPPED = (ZClip, LogZ, AutoClip)  # one threshold, of `max_norm` where it does 
 
 if TYPE_CHECKING:
     from fastclip.distributed.groups import Groups
+    from fastclip.distributed.shards import Spread
 
 Measure = Callable[[Listed, Tensor | None, bool], tuple[Gradients, Tensor]]
 Rows = Callable[[tuple[str, ...], torch.device], State]  # the rule's state of these gradients
@@ -131,14 +131,14 @@ class Step(NamedTuple):
             state = self.rows(found.names, table.device)
             if limit is None:
                 decision = self._ask(rule, found, table, total, state)
-                if self._leaves and not isinstance(rule, MaxNorm):
-                    bad = bad | self._unusable(decision, dry)
             else:  # what MaxNorm decides, without what other rules want to know
                 threshold = tables.limit(limit, total.device)
                 decision = Decision(tables.coefficient(total, limit), threshold, state)
             if found.contributions is not None:
                 decision = decision.where_present(found.contributions.present, state)
             if self._leaves:
+                if not isinstance(rule, MaxNorm):
+                    bad = bad | self._unusable(decision, dry)
                 decision = decision.unless(bad, state)
         else:
             total, decision = torch.zeros_like(total), _nothing(rule, limit, table)
@@ -187,40 +187,44 @@ class Step(NamedTuple):
     def _ask(
         self, rule: Rule, found: Gradients, table: Tensor, total: Tensor, state: State
     ) -> Decision:
-        if found.spread is not None and isinstance(rule, AGC):
-            self._refuse_units(found)
+        parameters: Sequence[Tensor] = ()
+        if not found.united:
+            parameters = _of_rows(self.held, self.listed, found)
         measured = Measured(
             total,
             tables.norms(table, self.settings.p),
             self.number,
-            () if found.united else _of_rows(self.held, self.listed, found),
+            parameters,
             () if found.united else found.tensors,
             self.loss_scale.inv_scale,
             found.unit_norms,
         )
+        # by unit, processes tell each other what the table does not
+        spread = None if found.united or not getattr(rule, "by_unit", False) else found.spread
         try:
+            if spread is not None:
+                own = _of_rows(self.parameters, self.listed, found)
+                measured = spread.with_units(measured, own)
             decision = rule.decide(measured, state)
         except UnsuitableGradient as error:
+            if spread is not None:  # the others wait, and are not to go on with this step
+                spread.least(table.new_full((len(table), 2), math.nan))
             name = found.names[error.row]
             raise TypeError(f"{self.listed.called(name)} {error.reason}") from None
         require_decision(rule, decision, measured, state)
-        if found.united is not None and decision.units is not None:
-            raise ValueError(
-                f"{type(rule).__name__} gave units, of which it has seen none: with a "
-                "process_group, rules get norms and no tensors"
-            )
+        if spread is not None:
+            return self._of_all(decision, spread)
+        if decision.units is not None:
+            _refuse_units(rule, found)
         return decision
 
-    def _refuse_units(self, found: Gradients) -> None:
-        spread = found.spread
-        assert spread is not None
-        for name, place in zip(found.names, spread.places(), strict=True):
-            if spread.layouts[place] is not None:
-                raise TypeError(
-                    f"{self.listed.called(name)} is a DTensor over several processes, which may "
-                    "hold parts of a unit each: AGC does not clip these. Take a rule that clips "
-                    "whole tensors (AdaGC) or the global norm"
-                )
+    def _of_all(self, decision: Decision, spread: "Spread") -> Decision:
+        """What a rule that goes by unit has decided, with the smallest of all processes."""
+        coef = decision.coef
+        if self._leaves:  # an infinity too must be known to all
+            coef = coef.masked_fill(decision.nonfinite(), math.nan)
+        least = spread.least(torch.stack([coef, decision.threshold], 1))
+        return decision._replace(coef=least[:, 0], threshold=least[:, 1])
 
 
 class Decided(NamedTuple):
@@ -304,6 +308,20 @@ def _rule(max_norm: Any, rule: Any) -> Rule:
             f"{type(rule).__name__}"
         )
     return rule
+
+
+def _refuse_units(rule: Rule, found: Gradients) -> None:
+    """Raise `ValueError` if `rule`, which has decided by unit, may not have seen whole units."""
+    if found.united is not None:
+        raise ValueError(
+            f"{type(rule).__name__} gave units, of which it has seen none: with a "
+            "process_group, rules get norms and no tensors"
+        )
+    if found.spread is not None:
+        raise ValueError(
+            f"{type(rule).__name__} gave units of DTensors, of which several processes may have "
+            "parts: a rule that sets by_unit = True is told the norms of whole_units"
+        )
 
 
 def _nothing(rule: Rule, limit: float | Tensor | None, table: Tensor) -> Decision:

@@ -104,7 +104,10 @@ class Gathered(NamedTuple):
             self.refuse_different(what)
             return
         wrong = (self.header[:, FAILED] > 0) | (self.header != self.header[0])[:, CHECKSUM]
-        self.tables[:, :, tables.NAN] += wrong.any().to(torch.float64)
+        unknown = wrong.any()
+        self.tables[:, :, tables.NAN] += unknown.to(torch.float64)
+        # a norm clips where nobody looks at the counts
+        self.tables[:, :, tables.POWER].masked_fill_(unknown, math.nan)
         _overdue.append(_Overdue.of(self, what))
 
 
@@ -176,11 +179,27 @@ def gather(packed: Tensor, group: dist.ProcessGroup) -> Gathered:
 
 def any_of(flag: Tensor, group: dist.ProcessGroup) -> Tensor:
     """Whether `flag`, 0-d bool, holds on any process of `group`. Errors as in `gather`."""
-    ranks = dist.get_process_group_ranks(group)
-    most = flag.to(_served(group, flag.device), torch.float32)
-    with _naming(ranks):
-        dist.all_reduce(most, dist.ReduceOp.MAX, group=group)
-    return most.to(flag.device) > 0
+    return _reduced(flag.to(torch.float32), dist.ReduceOp.MAX, group) > 0
+
+
+def sum_of(x: Tensor, group: dist.ProcessGroup) -> Tensor:
+    """The sum of what the processes of `group` have. Errors as in `gather`."""
+    return _reduced(x, dist.ReduceOp.SUM, group)
+
+
+def least_of(x: Tensor, group: dist.ProcessGroup) -> Tensor:
+    """The smallest of what the processes of `group` have, which is no infinity below 0; NaN where
+    one has NaN. Errors as in `gather`."""
+    # backends differ in what they make of NaN
+    least = _reduced(x.masked_fill(x.isnan(), -math.inf), dist.ReduceOp.MIN, group)
+    return least.masked_fill(least == -math.inf, math.nan)
+
+
+def _reduced(x: Tensor, by: dist.ReduceOp.RedOpType, group: dist.ProcessGroup) -> Tensor:
+    reduced = x.to(_served(group, x.device), copy=True)
+    with _naming(dist.get_process_group_ranks(group)):
+        dist.all_reduce(reduced, by, group=group)
+    return reduced.to(x.device)
 
 
 @contextmanager

@@ -132,6 +132,23 @@ def _reducible(mesh: DeviceMesh, placements: Placements, dims: int) -> Placement
     return tuple(reduced)
 
 
+def divided_dim(placement: Placement) -> int | None:
+    """The dimension of tensors that is divided between processes, if one is."""
+    # is_shard() is false of _StridedShard
+    dim: int | None = getattr(placement, "dim", None)
+    return dim
+
+
+def alike(one: Layout | None, other: Layout | None) -> bool:
+    """Whether each process has the same elements of tensors so laid out."""
+    if one is other or one is None or other is None:
+        return one is other
+    if one.mesh != other.mesh:
+        return False
+    pairs = zip(one.placements, other.placements, strict=True)
+    return all(mine == their or one.mesh.size(d) == 1 for d, (mine, their) in enumerate(pairs))
+
+
 def not_linear(what: str, source: DTensor) -> str:
     return (
         f"{what} is a DTensor with placements {source.placements}: partial values that are not "

@@ -4,6 +4,7 @@ The local parts are measured and rescaled as any other tensors; only tables trav
 collective for every set of processes that a mesh is made of.
 """
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from types import NoneType
@@ -15,7 +16,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from fastclip import table as tables
-from fastclip.distributed import combine
+from fastclip.distributed import combine, units
 from fastclip.distributed.combine import (
     COUNTED,
     OWNER,
@@ -37,6 +38,7 @@ from fastclip.distributed.layouts import (
     reduced_part,
     world,
 )
+from fastclip.rules.contract import Measured
 
 LISTS = 16  # that are kept
 
@@ -126,6 +128,35 @@ class Spread:
         for gathering in self._plan():
             flag = combine.any_of(flag, gathering.group or default_group())
         return flag
+
+    def with_units(self, measured: Measured, parameters: Sequence[Tensor]) -> Measured:
+        """`measured` with the `whole_units` of its gradients and `parameters`, those of the rows.
+        Errors as in `units.of_whole` and `combine`.
+
+        Waits for the device: a process that could not measure takes no part in these collectives.
+        """
+        combine.raise_overdue()
+        places = self.places()
+        of_grads = [self.layouts[place] for place in places]
+        present = [self.present[place] for place in places]
+        return units.of_whole(measured, parameters, self.held(parameters), of_grads, present)
+
+    def least(self, columns: Tensor) -> Tensor:
+        """For each row the smallest that a process with a part of it has, ``[n, k]``: NaN where one
+        has NaN, and infinity where none has a part."""
+        every = columns.new_full((len(self.numel), columns.shape[1]), math.inf)
+        rows = [
+            (row, place)
+            for row, place in enumerate(self.places())
+            if self.present[place] and ((layout := self.layouts[place]) is None or layout.ranks)
+        ]
+        if rows:
+            mine, own = zip(*rows, strict=True)
+            every[_index(own, columns.device)] = columns[_index(mine, columns.device)]
+        for gathering in self._plan():
+            members = _index(gathering.members, columns.device)
+            every[members] = combine.least_of(every[members], gathering.group or default_group())
+        return every if self.rows is None else every[_index(self.rows, columns.device)]
 
     def take_part(self, device: torch.device, p: float) -> None:
         """Exchange tables although this process could not measure, and let the others know."""

@@ -31,9 +31,12 @@ class AGC:
 
     `Decision.units` has the coefficients; `coef` and `threshold` are the smallest of each tensor.
 
-    Raises `UnsuitableGradient`, a `TypeError`, for sparse and complex gradients and for those that
-    do not have an element of their own for each of the parameter's. A clipper raises `TypeError`
-    for DTensors over several processes, of which a unit may lie on more than one.
+    Of DTensors the units are those of the whole tensor. Sums of squares of units that lie on
+    several processes are added over these, in one collective for each set of them.
+
+    Raises `UnsuitableGradient`, a `TypeError`, for sparse and complex gradients, for those that do
+    not have an element of their own for each of the parameter's, and for DTensors that are partial
+    or otherwise not placed as their parameter.
     """
 
     clip_factor: float = 0.01
@@ -59,7 +62,7 @@ class AGC:
         for device in dict.fromkeys(gradient.device for _, gradient in pairs):
             rows = [row for row, (_, gradient) in enumerate(pairs) if gradient.device == device]
             counts = [by_unit.count(pairs[row][1]) for row in rows]
-            columns = self._decide([pairs[row] for row in rows], measured)
+            columns = self._decide(*_norms(rows, pairs, measured))
             lowest = torch.stack([_lowest(part) for part in columns.split(counts, 1)])
             units |= zip(rows, columns[0].split(counts), strict=True)
             smallest |= zip(rows, lowest.to(measured.norms.device).unbind(), strict=True)
@@ -69,20 +72,30 @@ class AGC:
         every = [units[row] for row in range(len(pairs))]
         return Decision(lows[:, 0], lows[:, 1], state, every)
 
-    def _decide(self, pairs: Sequence[tuple[Tensor, Tensor]], measured: Measured) -> Tensor:
-        """Coefficients and thresholds of the units of tensors on one device, ``[2, units]``."""
-        parameters, gradients = zip(*pairs, strict=True)
-        unit_norms = passes.active().unit_norms
-        # All units at once: on a GPU every operation on a tensor is a launch.
-        norms = measured.unit_norms
-        if norms is None:
-            norms = unit_norms(gradients)
-        if measured.inv_scale is not None:
-            norms = norms * measured.inv_scale.to(norms.device, torch.float64)
-        thresholds = unit_norms(parameters).clamp(min=self.eps) * self.clip_factor
+    def _decide(self, norms: Tensor, of_parameters: Tensor) -> Tensor:
+        """Coefficients and thresholds, ``[2, units]``."""
+        thresholds = of_parameters.clamp(min=self.eps) * self.clip_factor
         within = norms <= thresholds  # false for NaN, which so reaches the coefficient
         coefs = torch.where(within, 1.0, thresholds / norms.clamp(min=1e-6))
         return torch.stack([coefs, thresholds])
+
+
+def _norms(
+    rows: Sequence[int], pairs: Sequence[tuple[Tensor, Tensor]], measured: Measured
+) -> tuple[Tensor, Tensor]:
+    """Of the units of gradients and parameters on one device, without the loss scale."""
+    # All units at once: on a GPU every operation on a tensor is a launch.
+    if measured.whole_units is not None:
+        norms, of_parameters = torch.cat([measured.whole_units[row] for row in rows], 1)
+    else:
+        parameters, gradients = zip(*(pairs[row] for row in rows), strict=True)
+        unit_norms = passes.active().unit_norms
+        known = measured.unit_norms
+        norms = unit_norms(gradients) if known is None else known
+        of_parameters = unit_norms(parameters)
+    if measured.inv_scale is not None:
+        norms = norms * measured.inv_scale.to(norms.device, torch.float64)
+    return norms, of_parameters
 
 
 def _lowest(columns: Tensor) -> Tensor:

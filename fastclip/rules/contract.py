@@ -30,6 +30,10 @@ class Measured(NamedTuple):
     # 2-norms of the gradients' units, one gradient after the other, float64 [units], as stored: for
     # a rule with `by_unit`, where the backend finds them in the same read
     unit_norms: Tensor | None = None
+    # of DTensors over several processes, for a rule with `by_unit`: for each tensor the 2-norms of
+    # the whole units that `gradients` and `parameters` have parts of, in this order, float64
+    # [2, units]; the gradients' as stored
+    whole_units: Sequence[Tensor] | None = None
 
 
 class Decision(NamedTuple):
@@ -88,7 +92,9 @@ class Rule(Protocol):
     nothing in place.
 
     A rule that has an attribute `by_unit`, true, is given `Measured.unit_norms` where that costs
-    nothing.
+    nothing, and `Measured.whole_units` of DTensors over several processes; only such a rule may
+    scale these by unit. Its `coef` and `threshold` then are the smallest of what it has said on any
+    process.
 
     A norm that is NaN or infinite leaves the state bitwise as it was (its own row of the state, in
     a rule per tensor). The coefficient then is what the formula makes of it: what becomes of such

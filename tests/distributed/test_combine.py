@@ -1,6 +1,7 @@
 """The tables of several processes into one, in one process."""
 
 import math
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -130,6 +131,34 @@ def test_different_rows_are_named() -> None:
     got = gathered(*(pack(table, [0], checksum) for checksum in checksums))
     with pytest.raises(RuntimeError, match=r"^names differ, but rank 6 has others than rank 4\."):
         got.settle("names differ")
+
+
+class Elsewhere(Tensor):
+    """As if on a device that the host would have to wait for."""
+
+    device = torch.device("cuda")
+
+
+@pytest.mark.parametrize("p", ORDERS)
+@pytest.mark.parametrize("wrong", ["failed", "different", None])
+def test_where_a_header_comes_late_the_norms_are_unknown(
+    wrong: str | None, p: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A norm without a rank's part must not clip, whoever looks at the counts of NaN or not."""
+    both, checksum = combining.PRESENT | combining.COUNTED, 7 + (wrong == "different")
+    table, replica = table_of([3.0], [], p=p), table_of([3.0], [4.0], p=p)
+    got = gathered(
+        pack(table, [both, both], 7),
+        pack(replica, [both, 0], checksum, failed=0 if wrong == "failed" else None),
+    )
+    late = Mock()
+    monkeypatch.setattr(combining._Overdue, "of", late)
+    monkeypatch.setattr(combining, "_overdue", [])
+    got._replace(header=got.header.as_subclass(Elsewhere)).settle("unused")
+    assert combining._overdue == [late.return_value]
+    whole = combine(got.tables, got.counted, p)
+    assert tables.total_norm(whole, p).isnan() == (wrong is not None)
+    assert bool(tables.found_nonfinite(whole)) == (wrong is not None)
 
 
 @pytest.mark.parametrize(
