@@ -200,7 +200,8 @@ class Step(NamedTuple):
             found.unit_norms,
         )
         # by unit, processes tell each other what the table does not
-        spread = None if found.united or not getattr(rule, "by_unit", False) else found.spread
+        by_unit = rule.per_tensor and getattr(rule, "by_unit", False)
+        spread = found.spread if by_unit and not found.united else None
         try:
             if spread is not None:
                 own = _of_rows(self.parameters, self.listed, found)

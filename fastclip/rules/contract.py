@@ -92,9 +92,9 @@ class Rule(Protocol):
     nothing in place.
 
     A rule that has an attribute `by_unit`, true, is given `Measured.unit_norms` where that costs
-    nothing, and `Measured.whole_units` of DTensors over several processes; only such a rule may
-    scale these by unit. Its `coef` and `threshold` then are the smallest of what it has said on any
-    process.
+    nothing. A rule per tensor that has it is given `Measured.whole_units` of DTensors over several
+    processes, and only such a rule may scale these by unit. Its `coef` and `threshold` then are the
+    smallest of what it has said on any process.
 
     A norm that is NaN or infinite leaves the state bitwise as it was (its own row of the state, in
     a rule per tensor). The coefficient then is what the formula makes of it: what becomes of such

@@ -1,7 +1,7 @@
 """Clipping by unit of DTensors: jobs for ranks."""
 
 from collections.abc import Callable, Sequence
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, NamedTuple
 from unittest.mock import patch
 
 import torch
@@ -133,7 +133,7 @@ def refused(kind: str, guilty: int) -> tuple[str, bool]:
 class Halving:
     """A rule that halves units; on one rank by another factor."""
 
-    per_tensor: ClassVar[bool] = True
+    per_tensor: bool = True
 
     def __init__(self, by_unit: bool, guilty: int, factor: float) -> None:
         self.by_unit = by_unit
@@ -147,6 +147,22 @@ class Halving:
         counts = [len(each) if each.dim() > 1 else 1 for each in measured.gradients]
         units = [coef.new_full((count,), self.factor) for count in counts]
         return Decision(coef, 2 * coef, state, units)
+
+
+class Whole(Halving):
+    """One coefficient, whatever it is told of units."""
+
+    per_tensor = False
+
+    def decide(self, measured: Measured, state: State) -> Decision:
+        assert measured.whole_units is None
+        coef = torch.full_like(measured.total, 0.5)
+        return Decision(coef, 2 * coef, state)
+
+
+def halved_as_one() -> float:
+    parameter = placed(1, layouts.mesh(dist.get_world_size()), [Shard(0)], 8, 3)
+    return GradClipper([("w", parameter)], rule=Whole(True, 0, 0.5)).clip_().coef.item()
 
 
 def halved(by_unit: bool, factor: float, nonfinite: Any) -> tuple[str, list[float], bool]:

@@ -77,15 +77,11 @@ class Training:
         stats = self.clipper.step(self.optimizer, scaler=scaler)
         if scaler is not None:
             scaler.update()
-        mean = loss.detach().double()
-        if self.size:
-            dist.all_reduce(mean)
-            mean /= self.size
         decided = {
             name: getattr(stats, name).clone()
             for name in ("total_norm", "threshold", "coef", "skipped", "norms")
         }
-        return float(mean), decided, 0.0 if scaler is None else scaler.get_scale()
+        return float(loss.detach()), decided, 0.0 if scaler is None else scaler.get_scale()
 
     def moments(self) -> dict[str, Tensor]:
         return {
@@ -96,8 +92,12 @@ class Training:
         }
 
     def finished(self, steps: list[tuple[float, dict[str, Any], float]]) -> Run:
+        losses = torch.tensor([loss for loss, _, _ in steps], dtype=torch.float64)
+        if self.size:
+            dist.all_reduce(losses)
+            losses /= self.size
         return Run(
-            [loss for loss, _, _ in steps],
+            losses.tolist(),
             [decided for _, decided, _ in steps],
             {name: layouts.whole(value) for name, value in self.model.named_parameters()},
             self.moments(),

@@ -100,6 +100,10 @@ def test_a_rule_that_does_not_ask_for_whole_units_must_not_give_units(ranks: Poo
         assert message.startswith("Halving gave units of DTensors")
 
 
+def test_units_are_for_rules_per_tensor(ranks: Pool) -> None:
+    assert ranks.run(2, by_unit.halved_as_one) == [0.5, 0.5]
+
+
 @pytest.mark.parametrize(
     ("factor", "nonfinite", "expected"),
     [
