@@ -98,8 +98,10 @@ def run(row: Row, size: Size) -> Result:
     contest = row.build(size)
     probe_bytes = contest.n_bytes if row.warm else size.probe_bytes
     probes = _probes(probe_bytes) if row.reads or row.writes else []
+    # Warm-up: first touch of pages, building, thread pools; every element of the result checked.
+    interleave(contest.sides, rounds=1)
     start = perf_counter()
-    interleave(contest.sides, rounds=1)  # warm-up: first touch of pages, building, thread pools
+    interleave(contest.sides, rounds=1)
     budget = size.seconds * row.share
     rounds = rounds_for(perf_counter() - start, budget, size.least_rounds, size.most_rounds)
     probed: dict[str, list[float]] = {probe.name: [] for probe in probes}
