@@ -38,6 +38,8 @@ class Peer:
     in_place: bool = True
     only_l2: bool = False
     most_tensors: int | None = None
+    sums_in_float16: bool = False  # the squares of float16 gradients
+    remark: Callable[[], str | None] = lambda: None  # on how it runs here
 
     def missing(self) -> str | None:
         """Why it cannot run in this environment, or None."""
@@ -60,6 +62,9 @@ class Peer:
             return "it has the L2 norm only"
         if self.most_tensors is not None and problem.n_tensors > self.most_tensors:
             return f"its compiler takes too long for {problem.n_tensors:,} tensors"
+        half = any(grad.dtype == torch.float16 for grad in problem.gradients)
+        if self.sums_in_float16 and half and problem.norm**2 > torch.finfo(torch.float16).max:
+            return "its float16 sum of squares overflows"
         if not self.in_place and problem.gradients[0].device.type != "cpu":
             return "its arrays take the place of gradients on a CPU only"
         if not self.in_place and 2 * problem.n_bytes > memory_bytes:
@@ -69,7 +74,10 @@ class Peer:
     def note(self) -> str:
         """Versions, and what is different about it."""
         parts = [f"{name} {importlib.metadata.version(name)}" for name in self.packages]
-        return ", ".join(parts if self.in_place else [*parts, "out of place"])
+        remark = self.remark()
+        if not self.in_place:
+            parts.append("out of place")
+        return ", ".join(parts if remark is None else [*parts, remark])
 
     def side(self, problem: Clip) -> Side:
         check = require_right if self.in_place else require_right_results
@@ -150,6 +158,13 @@ def _optax(problem: Clip) -> Call:
     return lambda: jax.block_until_ready(clip(copies[problem.turn], problem.max_norm))
 
 
+def _other_threads() -> str | None:
+    """A number of threads that the user chose for XLA is kept, and said."""
+    threads = os.environ.get("NPROC")
+    ours = threads in (None, str(torch.get_num_threads()))
+    return None if ours else f"NPROC={threads} is kept"
+
+
 @cache
 def _jitted() -> Any:
     """One function for all lists, so that a list is compiled once whatever the threshold."""
@@ -190,6 +205,8 @@ PEERS = [
         in_place=False,
         only_l2=True,
         most_tensors=OPTAX_TENSORS,
+        sums_in_float16=True,
+        remark=_other_threads,
     ),
 ]
 NAMES = tuple(peer.name for peer in PEERS)
