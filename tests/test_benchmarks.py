@@ -12,7 +12,7 @@ import torch
 
 from benchmarks import cpu, recording, rules
 from benchmarks.rows import ROWS
-from fastclip.benchmarking import functions, memory, peers
+from fastclip.benchmarking import functions, machine, memory, peers
 from fastclip.benchmarking.contest import OURS, QUICK, Row
 from fastclip.benchmarking.machine import Idleness
 from fastclip.benchmarking.measure import (
@@ -394,6 +394,16 @@ def test_wrong_input_is_one_clear_line(
         cpu.main(arguments)
     assert stop.value.code == 2
     assert words in capsys.readouterr().err
+
+
+def test_a_row_that_memory_does_not_hold_is_left_out_by_name(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(machine, "available_bytes", lambda: 1 << 20)
+    assert cpu.main(["--quick", "--filter", "resnet50-float32"]) == 0
+    printed = capsys.readouterr().out
+    assert "resnet50-float32-clipped: left out, it needs 0.0 GiB of 0.0 available" in printed
+    assert "a rival was" not in printed
 
 
 @pytest.mark.parametrize(("ratio", "status"), [(9.0, 0), (1.0, 1)])

@@ -169,6 +169,7 @@ def _step_row(name: str, title: str, build: Callable[..., Contest], clips: bool)
         partial(build, clips=clips),
         reads=2,
         writes=3,
+        copies=4,
         share=SHARE,
         workload="gpt2-small",
         dtype="float32",

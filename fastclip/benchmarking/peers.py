@@ -13,6 +13,7 @@ from functools import cache, partial
 from typing import Any
 
 import torch
+from torch.utils.dlpack import from_dlpack
 
 import fastclip
 from fastclip.benchmarking.checks import WrongResult, require_gradients, require_right
@@ -114,7 +115,7 @@ def _fault(side: Side) -> str | None:
 
 def require_right_results(name: str, problem: Clip, results: Sequence[Any]) -> None:
     """As require_right, for a peer that returns clipped gradients and leaves these alone."""
-    require_gradients(name, problem, [torch.from_dlpack(one) for one in results])
+    require_gradients(name, problem, [from_dlpack(one) for one in results])
     if problem.left(whole=False) != (1.0, 1.0):
         raise WrongResult(f"{name} changed the gradients, which it should have copied")
 

@@ -107,6 +107,12 @@ def dtypes(shapes: Sequence[Shape], name: str) -> list[torch.dtype]:
     return [torch.float32 if vector else torch.bfloat16 for vector in vectors]
 
 
+def n_bytes(shapes: Sequence[Shape], dtype: str) -> int:
+    """Of one copy of the gradients."""
+    pairs = zip(shapes, dtypes(shapes, dtype), strict=True)
+    return sum(math.prod(shape) * one.itemsize for shape, one in pairs)
+
+
 class Clip:
     """Arguments of one `clip_grad_norm_` call, and what makes them ready for the next.
 
