@@ -12,9 +12,8 @@ import torch
 
 from benchmarks import cpu, recording, rules
 from benchmarks.rows import ROWS
-from fastclip.benchmarking import functions, machine, memory, peers
+from fastclip.benchmarking import functions, memory, peers
 from fastclip.benchmarking.contest import OURS, QUICK, Row
-from fastclip.benchmarking.machine import Idleness
 from fastclip.benchmarking.measure import (
     Side,
     Spread,
@@ -246,22 +245,7 @@ def test_extra_memory_sees_a_temporary_that_is_gone_afterwards() -> None:
     assert memory.extra_bytes(lambda: None) < mib / 2
 
 
-# machine, report, command line
-
-
-@pytest.mark.parametrize(
-    ("idle", "words"),
-    [
-        (Idleness(0.0, 0.02, 25.0), None),
-        (Idleness(9.0, None, 25.0), None),
-        (Idleness(0.0, 1.0, 25.0), "1.00 cores busy"),
-        (Idleness(0.0, None, 8000.0), "8000 us"),
-    ],
-)
-def test_only_a_busy_machine_is_complained_about(idle: Idleness, words: str | None) -> None:
-    complaint = idle.complaint()
-    assert (complaint is None) == (words is None)
-    assert words is None or words in str(complaint)
+# report, command line
 
 
 @pytest.mark.parametrize(
@@ -394,16 +378,6 @@ def test_wrong_input_is_one_clear_line(
         cpu.main(arguments)
     assert stop.value.code == 2
     assert words in capsys.readouterr().err
-
-
-def test_a_row_that_memory_does_not_hold_is_left_out_by_name(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(machine, "available_bytes", lambda: 1 << 20)
-    assert cpu.main(["--quick", "--filter", "resnet50-float32"]) == 0
-    printed = capsys.readouterr().out
-    assert "resnet50-float32-clipped: left out, it needs 0.0 GiB of 0.0 available" in printed
-    assert "a rival was" not in printed
 
 
 @pytest.mark.parametrize(("ratio", "status"), [(9.0, 0), (1.0, 1)])
