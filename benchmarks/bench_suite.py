@@ -56,7 +56,7 @@ ORDER = sorted(ROWS, key=lambda row: row.at_least is None)
 def test_row(row: Row, side: str, recording: Recording, benchmark: Any, pytestconfig: Any) -> None:
     if row.big and not pytestconfig.getoption("--every"):
         pytest.skip("takes long: --every")
-    if row.name not in recording.results and (reason := recording.over()):
+    if row.name not in recording.results and (reason := recording.why_not(row)):
         pytest.skip(reason)
     result = recording.race(row)
     if side in result.gaps:

@@ -68,6 +68,8 @@ def report(path: Path, rows: list[dict[str, object]]) -> str:
         before = list(csv.DictReader(file))
     if not before or "side" not in before[0]:
         return f"nothing to compare with: {path} is not a run of this suite"
+    if not rows:
+        return "nothing to compare: no row was measured"
     old, new = ratios(before), ratios(rows)
     both = len(old.keys() & new.keys())
     lines = moved(old, new)

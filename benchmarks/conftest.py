@@ -24,8 +24,12 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_report_teststatus(report: pytest.TestReport) -> tuple[str, str, str] | None:
-    """The table is what is printed as the rows come: no letters between its lines."""
-    return None if report.failed else (report.outcome, "", "")
+    """The table is what is printed as the rows come: no letters between its lines. A test counts
+    once: setting up and tearing down are no tests that passed."""
+    if report.failed:
+        return None
+    counts = report.when == "call" or report.skipped
+    return (report.outcome if counts else "", "", "")
 
 
 @pytest.fixture(scope="session")
@@ -44,7 +48,8 @@ def recording(pytestconfig: pytest.Config) -> Iterator[Recording]:
     yield recording
     run = recording.finish()
     pytestconfig.stash[RUN] = run
-    if (path := option("--csv")) is not None:
+    path = option("--csv")
+    if path is not None and run.results:  # an empty run must not replace one
         path.parent.mkdir(parents=True, exist_ok=True)
         report.write_csv(path, run)
 

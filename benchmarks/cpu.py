@@ -52,7 +52,10 @@ def _run(args: argparse.Namespace, chosen: list[str]) -> report.Run:
     unmeasurable = memory.why_not()
     for name in chosen:
         if name in rows:
-            recording.race(rows[name])
+            if reason := recording.why_not(rows[name]):
+                say(f"{name}: {reason}")
+            else:
+                recording.race(rows[name])
         elif unmeasurable is None:
             recording.memory(name.removeprefix("memory-"))
     if unmeasurable is not None and set(chosen) & set(MEMORY_ROWS):

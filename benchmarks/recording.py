@@ -8,7 +8,7 @@ import torch
 
 from fastclip import backends
 from fastclip.backends import native
-from fastclip.benchmarking import machine, memory, report
+from fastclip.benchmarking import machine, memory, report, workloads
 from fastclip.benchmarking.contest import FULL, QUICK, Row
 from fastclip.benchmarking.memory import MemoryResult
 from fastclip.benchmarking.runner import Result, run
@@ -49,6 +49,21 @@ class Recording:
         """Why no further row is begun, or None."""
         late = self._end is not None and time.monotonic() > self._end
         return f"left out, {self._seconds:g} s are over" if late else None
+
+    def why_not(self, row: Row) -> str | None:
+        """Why this row is not begun, or None: time is over, or memory too small for its gradients
+        and the probes."""
+        size = QUICK if self._quick else FULL
+        if reason := self.over():
+            return reason
+        available = machine.available_bytes()
+        if not row.workload or available is None:
+            return None
+        shapes = size.shapes(row.workload)
+        needed = row.copies * workloads.n_bytes(shapes, row.dtype) + 2 * size.probe_bytes
+        if needed <= available:
+            return None
+        return f"left out, it needs {needed / 2**30:.1f} GiB of {available / 2**30:.1f} available"
 
     def race(self, row: Row) -> Result:
         """Measured once, however often it is asked for."""

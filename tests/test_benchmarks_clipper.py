@@ -6,8 +6,10 @@ import pytest
 import torch
 
 import fastclip
-from benchmarks import overlap, rules
+from benchmarks import rules
+from benchmarks.rows import ROWS
 from fastclip.benchmarking import clipper
+from fastclip.benchmarking.checks import WrongResult
 from fastclip.benchmarking.contest import OURS, QUICK
 from fastclip.benchmarking.measure import Side, interleave
 from fastclip.benchmarking.workloads import clip
@@ -15,12 +17,8 @@ from tests.backward import n_hooks
 
 
 def sides(name: str) -> dict[str, Side]:
-    rows = {row.name: row for row in (*clipper.ROWS, *rules.ROWS, *overlap.ROWS)}
+    rows = {row.name: row for row in ROWS}
     return {side.name: side for side in rows[name].build(QUICK).sides}
-
-
-def lazy(side: Side) -> Side:
-    return Side(side.name, lambda: torch.tensor(1e9), side.before, side.check)
 
 
 @pytest.mark.parametrize("name", ["amp-float32-clipped", "amp-float16-clipped"])
@@ -37,8 +35,50 @@ def test_both_chains_of_mixed_precision_leave_the_same_gradients(name: str) -> N
 
 
 def test_a_chain_that_does_not_unscale_ends_the_run() -> None:
-    with pytest.raises(RuntimeError, match="left 2048 of each gradient, where 1 would be"):
-        interleave([lazy(sides("amp-float32-clipped")[OURS])], rounds=1)
+    side = sides("amp-float32-clipped")[OURS]
+    task = side.run.__self__  # type: ignore[attr-defined]
+    norm = torch.tensor(task.problem.norm / clipper.LOSS_SCALE)
+    with pytest.raises(WrongResult, match=r"left 1 to 1 of the elements .* where 0\.000488"):
+        interleave([Side(OURS, lambda: norm, side.before, side.check)], rounds=1)
+
+
+NO_STEP = "steps, where one step is right"
+NO_NORM = "returned a norm of 0, where"
+
+
+@pytest.mark.parametrize(
+    ("name", "result", "words"),
+    [
+        ("step-adamw", 0.0, NO_STEP),
+        ("step-adamw-clipped", 0.0, NO_STEP),
+        ("step-adamw-read", 0.0, NO_STEP),
+        ("step-amp", 0.0, NO_STEP),
+        ("amp-float16-clipped", 0.0, NO_NORM),
+        ("rule-zclip", None, "returned None, where statistics are right"),
+        ("rule-zclip-fixed", None, "returned None, where statistics are right"),
+        ("read-rate", 0.0, NO_NORM),
+        ("gpt2-small-float32", 0.0, NO_NORM),
+        ("statistics-2000x1024", {"norms": None}, "returned no norms of 24 tensors"),
+        ("statistics-2000x1024", {}, "returned no norms of 24 tensors"),
+    ],
+)
+def test_a_call_that_does_nothing_ends_the_run(name: str, result: object, words: str) -> None:
+    side = sides(name)[OURS]
+    returned = torch.tensor(result) if isinstance(result, float) else result
+    with pytest.raises(WrongResult, match=words):
+        interleave([Side(OURS, lambda: returned, side.before, side.check)], rounds=1)
+
+
+@pytest.mark.parametrize("name", ["torch", OURS])
+def test_an_optimizer_that_does_not_step_ends_the_run(name: str) -> None:
+    side = sides("step-adamw-clipped")[name]
+    problem = side.run.__self__.problem  # type: ignore[attr-defined]
+
+    def clip_only() -> torch.Tensor:
+        return torch.nn.utils.clip_grad_norm_(problem.parameters, problem.max_norm)
+
+    with pytest.raises(WrongResult, match=NO_STEP):
+        interleave([Side(name, clip_only, side.before, side.check)], rounds=1)
 
 
 @pytest.mark.parametrize("clips", [False, True])
@@ -67,7 +107,7 @@ def test_no_side_of_a_rule_clips_until_gradients_grow(rule: str) -> None:
     for _ in range(101):  # through every warm-up
         plain()
         ours.clip_()
-        assert not problem.is_scaled()
+        assert problem.left() == (1.0, 1.0)
     before = [grad.mul_(100).clone() for grad in problem.gradients]
     stats = ours.measure()
     assert bool((stats.coef < 0.9).any())
@@ -76,13 +116,13 @@ def test_no_side_of_a_rule_clips_until_gradients_grow(rule: str) -> None:
 
 
 def test_a_rule_that_clips_ends_the_run() -> None:
-    problem = clip([(30, 7)])
+    problem = clip([(300, 7)])
     check = partial(rules.require_untouched, "side", problem)
     check(fastclip.grad_stats(problem.parameters))
-    with pytest.raises(RuntimeError, match="side clipped: coefficients down to"):
+    with pytest.raises(WrongResult, match="side clipped: coefficients down to"):
         check(fastclip.GradClipper(problem.parameters, 1e-3).measure())
     problem.gradients[0].mul_(0.5)
-    with pytest.raises(RuntimeError, match="side changed the gradients"):
+    with pytest.raises(WrongResult, match="side changed the gradients"):
         check(None)
 
 

@@ -79,7 +79,7 @@ def test_a_package_that_fails_to_import_is_a_gap_with_its_own_words(
 @pytest.mark.parametrize(
     ("call", "reason"),
     [
-        (lambda: torch.zeros(()), "wrong result: other returned a norm of 0 for max_norm="),
+        (lambda: torch.zeros(()), "wrong result: other returned a norm of 0, where"),
         (lambda: 1 // 0, "fails: ZeroDivisionError: integer division"),
     ],
     ids=["does not clip", "raises"],
@@ -99,3 +99,18 @@ def test_what_a_peer_cannot_take_is_said_before_it_tries() -> None:
     reason = picky.why_not(clip([(1 << 14,)]), memory_bytes=1 << 16)
     assert reason == "its results beside the gradients take 0.0 GiB"
     assert picky.note() == "out of place"
+    narrow = Peer("other", "a function", idle, sums_in_float16=True)
+    long: list[Shape] = [(70_000,)]
+    assert narrow.why_not(clip(long), 1 << 30) is None
+    half = clip(long, torch.float16)
+    assert narrow.why_not(half, 1 << 30) == "its float16 sum of squares overflows"
+
+
+def test_threads_that_the_user_chose_for_xla_are_kept_and_said(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    optax = next(peer for peer in PEERS if peer.name == "optax")
+    monkeypatch.setenv("NPROC", "77")
+    assert optax.remark() == "NPROC=77 is kept"
+    monkeypatch.setenv("NPROC", str(torch.get_num_threads()))
+    assert optax.remark() is None

@@ -57,6 +57,24 @@ def test_nothing_to_compare_with_is_said(tmp_path: Path) -> None:
     assert compare.report(path, []) == f"nothing to compare with: there is no {path}"
     path.write_text("name,ratio\na,1.0\n")
     assert "is not a run of this suite" in compare.report(path, [row("a", OURS, 1.0)])
+    path.write_text("name,side\na,fastclip\n")
+    assert compare.report(path, []) == "nothing to compare: no row was measured"
+
+
+def test_rows_that_are_left_out_are_not_counted_as_passed(tmp_path: Path) -> None:
+    pytest.importorskip("pytest_benchmark")
+    old, new = tmp_path / "old.csv", tmp_path / "new.csv"
+    old.write_text("name,side\na,fastclip\n")
+    command = [sys.executable, "-m", "pytest", "-q", "-W", "default", "benchmarks/bench_suite.py"]
+    options = ["--small", "-k", "gpt2-xl-float32-clipped", "--against", str(old), "--csv", str(new)]
+    done = subprocess.run(
+        [*command, *options], cwd=ROOT, capture_output=True, text=True, timeout=300, check=False
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "passed" not in done.stdout
+    assert "6 skipped" in done.stdout
+    assert "nothing to compare: no row was measured" in done.stdout
+    assert not new.exists()
 
 
 def test_the_suite_replays_what_was_recorded(tmp_path: Path) -> None:

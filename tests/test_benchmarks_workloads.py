@@ -1,22 +1,23 @@
 """Workloads: the shapes are those of the models they name, the gradients as promised."""
 
 import math
+from collections.abc import Callable
 
 import pytest
 import torch
 
 from fastclip.benchmarking import models
+from fastclip.benchmarking.checks import WrongResult, require_right
 from fastclip.benchmarking.models import Shape
 from fastclip.benchmarking.workloads import (
     DTYPES,
     WORKLOADS,
-    WrongResult,
+    Clip,
     clip,
     copies_beyond,
     dtypes,
     gradients,
     plain_statistics,
-    require_right,
     shapes,
 )
 
@@ -128,7 +129,7 @@ def test_a_clipped_workload_clips_on_every_repetition(
         assert all(map(torch.equal, problem.gradients, originals))
         norm = torch.nn.utils.clip_grad_norm_(problem.parameters, problem.max_norm)
         assert norm > 1.5 * problem.max_norm
-        assert problem.is_scaled()
+        assert problem.left()[1] < 0.7
         for grad, original in zip(problem.gradients, originals, strict=True):
             assert (grad.double() / original.double()).max() < 0.7
             assert grad.abs().min() > torch.finfo(grad.dtype).smallest_normal
@@ -141,7 +142,7 @@ def test_an_unclipped_workload_stays_as_it_is(dtype: torch.dtype, norm_type: flo
     originals = [g.clone() for g in problem.gradients]
     norm = torch.nn.utils.clip_grad_norm_(problem.parameters, problem.max_norm, norm_type)
     assert 0 < norm < 0.7 * problem.max_norm < math.inf
-    assert not problem.is_scaled()
+    assert problem.left() == (1.0, 1.0)
     assert all(map(torch.equal, problem.gradients, originals))
 
 
@@ -158,20 +159,97 @@ def test_copies_take_turns_in_memory_of_their_own() -> None:
 
 @pytest.mark.parametrize(
     ("cache", "copies"),
-    [(7168, 2), (7167, 1), (8000, 3), (71_680, 20)],
-    ids=["just fits", "does not fit", "rounded up", "small"],
+    [(7168, 2), (7167, 2), (3584, 1), (3585, 2), (8000, 3), (71_680, 20)],
+    ids=["just fits", "does not fit", "twice", "not twice", "rounded up", "small"],
 )
 def test_copies_are_as_many_as_push_each_other_out(cache: int, copies: int) -> None:
     """They touch 4 bytes for each of 1,280 elements and 1,024 for each of two tensors: 7,168."""
     assert copies_beyond(cache, [(100, 12), (80,)], torch.float32) == copies
 
 
-def test_a_call_that_does_not_do_its_work_is_a_wrong_result() -> None:
-    problem = clip(SMALL, clips=True)
-    with pytest.raises(WrongResult, match=r"lazy returned a norm of 1e\+09 .* to be clipped"):
-        require_right("lazy", problem, torch.tensor(1e9))
-    with pytest.raises(WrongResult, match=r"silent returned no norm .* kept the gradients"):
-        require_right("silent", problem, None)
+def norm_of(problem: Clip) -> torch.Tensor:
+    return torch.cat([grad.flatten() for grad in problem.gradients]).norm()
+
+
+def right(problem: Clip) -> torch.Tensor:
+    return torch.nn.utils.clip_grad_norm_(problem.parameters, problem.max_norm)
+
+
+def zero(problem: Clip) -> torch.Tensor:
+    for grad in problem.gradients:
+        grad.zero_()
+    return torch.tensor(math.inf)
+
+
+def nothing(problem: Clip) -> torch.Tensor:
+    return norm_of(problem)
+
+
+def silent(problem: Clip) -> None:
+    return None
+
+
+def all_but_one(problem: Clip) -> torch.Tensor:
+    kept = problem.gradients[20].clone()
+    norm = right(problem)
+    problem.gradients[20].copy_(kept)
+    return norm
+
+
+def one_element(problem: Clip) -> torch.Tensor:
+    norm = norm_of(problem)
+    problem.gradients[20].view(-1)[7] *= 1.5
+    return norm
+
+
+def spoiled(problem: Clip) -> torch.Tensor:
+    norm = right(problem)
+    problem.gradients[20].view(-1)[7] = math.nan
+    return norm
+
+
+MANY: list[Shape] = [(30, 70)] * 40
+
+
+@pytest.mark.parametrize(
+    ("call", "clips", "words"),
+    [
+        (zero, True, "returned a norm of inf, where"),
+        (nothing, True, "left 1 to 1 of the elements"),
+        (silent, True, "left 1 to 1 of the elements"),
+        (all_but_one, True, r"left 0\.\d+ to 1 of"),
+        (spoiled, True, "left nan to nan of"),
+        (one_element, False, r"left 1 to 1\.5 of the elements of the gradients, where 1 is right"),
+    ],
+)
+def test_a_call_that_does_not_do_its_work_is_a_wrong_result(
+    call: Callable[[Clip], torch.Tensor | None], clips: bool, words: str
+) -> None:
+    problem = clip(MANY, clips=clips)
+    with pytest.raises(WrongResult, match=words):
+        require_right("side", problem, call(problem))
+
+
+def test_later_calls_are_looked_at_in_other_tensors_each_time() -> None:
+    problem = clip(MANY, clips=True)
+    for _ in range(3):
+        problem.restore()
+        require_right("side", problem, right(problem))
+    found = 0
+    for _ in range(5):  # twice through all 40
+        problem.restore()
+        norm = right(problem)
+        problem.gradients[20].mul_(2.0)
+        found += problem.left(whole=False)[1] > 0.9
+    assert norm > problem.max_norm
+    assert found == 2
+
+
+@pytest.mark.parametrize("name", DTYPES)
+@pytest.mark.parametrize("clips", [False, True])
+def test_what_torch_does_is_right_in_every_dtype(name: str, clips: bool) -> None:
+    problem = clip(MANY, dtypes(MANY, name), clips=clips)
+    require_right("torch", problem, right(problem))
 
 
 def test_the_statistics_baseline_is_right() -> None:

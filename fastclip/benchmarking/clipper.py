@@ -14,9 +14,10 @@ from torch import Tensor
 from torch.optim import SGD, AdamW
 
 import fastclip
+from fastclip.benchmarking.checks import Moves, require_right
 from fastclip.benchmarking.contest import OURS, Contest, Row, Size
 from fastclip.benchmarking.measure import Side
-from fastclip.benchmarking.workloads import DTYPES, clip, dtypes, gradients, require_right
+from fastclip.benchmarking.workloads import DTYPES, clip, dtypes, gradients
 
 LOSS_SCALE = 1024.0
 
@@ -32,6 +33,7 @@ class _Step:
             parameter.data.fill_(1.0)
         self.optimizer = AdamW(self.problem.parameters, lr=1e-6, fused=True)
         self.clipper = fastclip.GradClipper(self.problem.parameters, self.problem.max_norm)
+        self._moves = Moves(self.optimizer)
 
     def clipped(self) -> Tensor:
         return self.clipper.step(self.optimizer).total_norm
@@ -46,8 +48,17 @@ class _Step:
         read()
         self.optimizer.step()
 
-    def side(self, name: str, call: Call) -> Side:
-        return Side(name, call, self.problem.restore, partial(require_right, name, self.problem))
+    def side(self, name: str, call: Callable[[], Tensor | None]) -> Side:
+        return Side(name, call, self._before, partial(self._require, name))
+
+    def _before(self) -> None:
+        self.problem.restore()
+        self._moves.mark()
+
+    def _require(self, name: str, norm: Tensor | None) -> None:
+        self._moves.require(name)
+        if name not in READS:
+            require_right(name, self.problem, norm)
 
 
 def _against_torch(size: Size, clips: bool) -> Contest:
@@ -61,8 +72,8 @@ def _against_a_read(size: Size, clips: bool) -> Contest:
     step = _Step(size, clips)
     (big,) = gradients([(sum(grad.numel() for grad in step.problem.gradients),)])
     sides = [
-        Side(READS[0], partial(step.with_a_read, big.sum), step.problem.restore),
-        Side(READS[1], partial(step.with_a_read, big.aminmax), step.problem.restore),
+        step.side(READS[0], partial(step.with_a_read, big.sum)),
+        step.side(READS[1], partial(step.with_a_read, big.aminmax)),
         step.side(OURS, step.clipped),
     ]
     return Contest(sides, step.problem.n_bytes, step.problem.n_tensors)
@@ -85,10 +96,10 @@ class _LossScale:
         self.optimizer = (
             AdamW(parameters, lr=1e-6, fused=True) if steps else SGD(parameters, lr=0.0)
         )
+        self._moves = Moves(self.optimizer) if steps else None
         self.scaler = torch.amp.GradScaler("cpu", init_scale=LOSS_SCALE, growth_interval=1 << 30)
         self.scaler.scale(torch.ones(()))
-        self.share = 2.0 if clips else 0.5  # of the norm to the threshold
-        self.max_norm = self.problem.max_norm * 2 / self.share / LOSS_SCALE
+        self.max_norm = self.problem.norm * (0.5 if clips else 2.0) / LOSS_SCALE
         self.clipper = fastclip.GradClipper(parameters, self.max_norm)
 
     def clipped(self) -> Tensor:
@@ -118,23 +129,19 @@ class _LossScale:
         return Contest(sides, self.problem.n_bytes, self.problem.n_tensors)
 
     def _side(self, name: str, call: Call) -> Side:
-        return Side(name, call, self._before, partial(require_unscaled, name, self))
+        return Side(name, call, self._before, partial(self._require, name))
 
     def _before(self) -> None:
         # As scaler.update leaves it, which refuses to be called when nothing was unscaled.
         self.scaler._per_optimizer_states.clear()
         self.problem.restore()
+        if self._moves is not None:
+            self._moves.mark()
 
-
-def require_unscaled(name: str, task: _LossScale, norm: Tensor) -> None:
-    """Clipped to half of the norm or not at all, and without the loss scale."""
-    left = task.problem.left()[1] * LOSS_SCALE * max(task.share, 1.0)
-    share = float(norm) / task.max_norm
-    if not (0.9 < left < 1.1 and 0.9 < share / task.share < 1.1):
-        raise RuntimeError(
-            f"{name} returned {share:g} times the threshold, where {task.share:g} would be right, "
-            f"and left {left:g} of each gradient, where 1 would be"
-        )
+    def _require(self, name: str, norm: Tensor) -> None:
+        if self._moves is not None:
+            self._moves.require(name)
+        require_right(name, self.problem, norm, max_norm=self.max_norm, loss_scale=LOSS_SCALE)
 
 
 def _mixed_precision(size: Size, dtype: str) -> Contest:
@@ -162,6 +169,7 @@ def _step_row(name: str, title: str, build: Callable[..., Contest], clips: bool)
         partial(build, clips=clips),
         reads=2,
         writes=3,
+        copies=4,
         share=SHARE,
         workload="gpt2-small",
         dtype="float32",

@@ -22,7 +22,7 @@ class Size:
     seconds: float
     least_rounds: int
     most_rounds: int
-    memory_bytes: int  # what a row may occupy; a peer that needs more is left out
+    memory_bytes: int  # what gradients and results of a peer that works out of place may occupy
     cache_bytes: int | None = None  # of the last-level cache; None: this machine's
 
     def shapes(self, workload: str) -> list[Shape]:
@@ -91,6 +91,7 @@ class Row:
     workload: str = ""
     dtype: str = ""
     clips: bool | None = None
+    copies: int = 1  # of the gradients' size, that the row needs at least: parameters, moments
     rivals: tuple[str, ...] = ("torch",)  # as sides or as gaps, each of them takes part
     warm: bool = False  # the last-level cache holds the gradients: so limits are its rates
     big: bool = False  # left out unless asked for: more time or memory than the suite may take

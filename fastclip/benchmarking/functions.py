@@ -1,13 +1,14 @@
 """The rows of the functions that replace those of torch.nn.utils."""
 
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from functools import partial
 
 import torch
 
 import fastclip
 from fastclip.benchmarking import machine, peers
+from fastclip.benchmarking.checks import require_right, require_statistics
 from fastclip.benchmarking.contest import OURS, Contest, Row, Size
 from fastclip.benchmarking.measure import Side
 from fastclip.benchmarking.workloads import (
@@ -20,7 +21,6 @@ from fastclip.benchmarking.workloads import (
     dtypes,
     gradients,
     plain_statistics,
-    require_right,
 )
 
 STATISTICS = ("norms", "max_abs", "nan_count", "inf_count", "zero_count")
@@ -71,9 +71,14 @@ def _clip(
 
 def _statistics(size: Size, workload: str) -> Contest:
     task = problem(size, workload, "float32")
+    right = plain_statistics(task.gradients)  # of every copy
+
+    def side(name: str, call: Callable[[], dict[str, torch.Tensor]]) -> Side:
+        return Side(name, call, task.restore, partial(require_statistics, name, right))
+
     sides = [
-        Side("plain loop", lambda: plain_statistics(task.gradients), task.restore),
-        Side(OURS, lambda: _our_statistics(task.parameters), task.restore),
+        side("plain loop", lambda: plain_statistics(task.gradients)),
+        side(OURS, lambda: _our_statistics(task.parameters)),
     ]
     return Contest(sides, task.n_bytes, task.n_tensors)
 

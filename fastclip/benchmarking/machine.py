@@ -83,6 +83,15 @@ class Others:
         return ticks / os.sysconf("SC_CLK_TCK") - own
 
 
+def available_bytes() -> int | None:
+    """Memory that programs can still have without swapping; None where /proc/meminfo is missing."""
+    info = Path("/proc/meminfo")
+    if not info.exists():
+        return None
+    fields = dict(line.split(":") for line in info.read_text().splitlines())
+    return int(fields["MemAvailable"].split()[0]) << 10
+
+
 def describe() -> Machine:
     return Machine(
         date=datetime.now(timezone.utc).strftime("%Y-%m-%dT%H:%MZ"),

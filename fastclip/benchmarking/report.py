@@ -19,6 +19,8 @@ HEADER = (
     f"{'time':>11}"
 )
 
+SLOWER, LEVEL = "slower", "~"
+
 AnyResult = Result | MemoryResult
 
 
@@ -54,7 +56,7 @@ def line(result: AnyResult) -> str:
         at_most = f"at most {size(result.allowed)}"
         text = f"{result.title:<{TITLE}}{'':>25}{at_most:>18}{size(result.ours):>11}"
         return f"{text}  {_verdict(result)}".rstrip()
-    text = _numbers(result.title, result.ours, result.at_least)
+    text = _numbers(result.title, result.ours, result.at_least, "host" if result.host else "")
     return f"{text}  {_verdict(result)}".rstrip()
 
 
@@ -83,6 +85,7 @@ def footing(results: Iterable[AnyResult]) -> str:
     lines += [
         "ratio: the baseline's time over this one's, median of pairs of the same round; baseline:",
         "the fastest rival, or the faster of torch's two; of limit: least bytes at the rates above",
+        "(host: they take less than a fifth of the fastest time)",
         *_losses(races),
     ]
     return "\n".join(lines)
@@ -181,11 +184,11 @@ def _spread(name: str, spread: Spread) -> dict[str, object]:
     return {name: median, f"{name}_p20": low, f"{name}_p80": high}
 
 
-def _numbers(name: str, timing: Timing, at_least: float | None = None) -> str:
+def _numbers(name: str, timing: Timing, at_least: float | None = None, unlimited: str = "") -> str:
     ratio = timing.ratio
     spread = f"{number(ratio.low)} - {number(ratio.high)}"
     target = "" if at_least is None else times(at_least)
-    share = "" if timing.of_floor is None else f"{timing.of_floor:.0%}"
+    share = unlimited if timing.of_floor is None else f"{timing.of_floor:.0%}"
     return (
         f"{name:<{TITLE}}{times(ratio.median):>8}  {spread:<15}{target:>9}{share:>9}"
         f"{milliseconds(timing.ms.median):>11}"
@@ -199,21 +202,34 @@ def _rival(timing: Timing) -> str:
 
 def _verdict(result: AnyResult) -> str:
     if isinstance(result, Result) and result.met is None:
-        return "slower" if result.ratio.median < 1 else ""
+        return _outcome(result.ratio)
     return "ok" if result.met else "below"
 
 
 def _losses(races: Sequence[Result]) -> list[str]:
-    """Every row in which some other side was faster, by how much."""
-    lost = []
+    """Every row in which some other side was faster, by how much, and those left open."""
+    lost, level = [], []
     for result in races:
-        best = max(result.timings[1:], key=lambda timing: timing.ratio.median)
-        if best.ratio.median > result.ratio.median:
-            by = best.ratio.median / result.ratio.median
-            lost.append(f"  {result.name}: {best.side} is {number(by)} times faster")
-    if not lost:
-        return [f"fastclip was the fastest in all of {len(races)} rows"] if races else []
-    return [f"fastclip was not the fastest in {len(lost)} of {len(races)} rows:", *lost]
+        best = min(result.timings[1:], key=lambda timing: result.against(timing).median)
+        ratio = result.against(best)
+        if (outcome := _outcome(ratio)) == SLOWER:
+            lost.append(f"  {result.name}: {best.side} is {number(1 / ratio.median)} times faster")
+        elif outcome == LEVEL:
+            level.append(f"  {result.name}: {best.side}")
+    if not races:
+        return []
+    lines = [f"a rival was faster in {len(lost)} of {len(races)} rows{':' if lost else ''}", *lost]
+    if level:
+        lines += [f"a rival was ahead within the spread ({LEVEL}) in {len(level)}:", *level]
+    return lines
+
+
+def _outcome(ratio: Spread) -> str:
+    """How fastclip did against one rival: lost is a ratio whose 80th percentile is below 1, and
+    only by more than the two digits that are printed."""
+    if ratio.median >= 1:
+        return ""
+    return SLOWER if ratio.high < 1 and number(1 / ratio.median) != number(1.0) else LEVEL
 
 
 def digits(value: float | None) -> float | None:

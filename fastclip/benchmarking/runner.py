@@ -22,6 +22,7 @@ READS = ("read by sum", "read by aminmax")
 REWRITE = "multiply in place"
 WRITE = "fill"
 COPY = "copy"
+HOST = 0.2  # of the fastest time: where memory takes less, the host decides, and there is no limit
 PROBED = 5  # times in a row: the probes take longer than most of what is timed
 
 
@@ -89,6 +90,15 @@ class Result:
         return next(timing for timing in self.timings if timing.side == self.baseline)
 
     @property
+    def host(self) -> bool:
+        """Whether memory traffic is too small a part of the time to limit it."""
+        return self.floor_ms is not None and self.ours.of_floor is None
+
+    def against(self, rival: Timing) -> Spread:
+        """How many times faster than this rival fastclip was, in pairs of the same round."""
+        return spread(paired_ratios(self.ours.seconds, rival.seconds))
+
+    @property
     def met(self) -> bool | None:
         """None where there is no target. A NaN would count as missed."""
         return None if self.at_least is None else self.ratio.median >= self.at_least
@@ -98,8 +108,10 @@ def run(row: Row, size: Size) -> Result:
     contest = row.build(size)
     probe_bytes = contest.n_bytes if row.warm else size.probe_bytes
     probes = _probes(probe_bytes) if row.reads or row.writes else []
+    # Warm-up: first touch of pages, building, thread pools; every element of the result checked.
+    interleave(contest.sides, rounds=1)
     start = perf_counter()
-    interleave(contest.sides, rounds=1)  # warm-up: first touch of pages, building, thread pools
+    interleave(contest.sides, rounds=1)
     budget = size.seconds * row.share
     rounds = rounds_for(perf_counter() - start, budget, size.least_rounds, size.most_rounds)
     probed: dict[str, list[float]] = {probe.name: [] for probe in probes}
@@ -121,14 +133,16 @@ def _judge(
     row: Row, contest: Contest, seconds: dict[str, list[float]], rates: Rates | None
 ) -> Result:
     baseline = min(contest.rivals(), key=lambda name: median(seconds[name]))
-    floor, limit = None, row.limit
+    floor, limit, host = None, row.limit, False
     if rates is not None:
         floor = least_seconds(contest.n_bytes, row.reads, row.writes, rates)
-        limit = median(seconds[baseline]) / floor if limit is None else limit
+        host = floor < HOST * min(map(median, seconds.values()))
+        if limit is None and not host:
+            limit = median(seconds[baseline]) / floor
 
     def timing(name: str) -> Timing:
         times = seconds[name]
-        of_floor = None if floor is None else floor / median(times)
+        of_floor = None if floor is None or host else floor / median(times)
         note = contest.notes.get(name, "")
         ratio = spread(paired_ratios(times, seconds[baseline]))
         return Timing(name, milliseconds(times), ratio, of_floor, note, tuple(times))

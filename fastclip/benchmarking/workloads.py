@@ -13,13 +13,13 @@ Every repetition then sees bitwise the same gradients, where a threshold that sh
 call would drift into fp16's denormals, and multiplying back would pile up rounding.
 
 Caches. A list smaller than the last-level cache would be found there by every call but the first.
-`copies` of it that together exceed the cache, used in turn, show the other case: every call finds
-its gradients in memory. A training step lies between the two.
+`copies` of it that together are at least twice the cache, used in turn, show the other case: every
+call finds its gradients in memory. A training step lies between the two.
 """
 
 import math
 import random
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -32,6 +32,7 @@ PIECE = 1 << 20  # longer tensors are made of such pieces
 MEAN_SQUARE = 13 / 12  # of a uniform magnitude in [0.5, 1.5)
 LARGEST = 1.5
 OBJECT_BYTES = 1024  # what a call touches of a tensor besides its elements, roughly
+SAMPLE = 16  # tensors looked at after a call
 MIXED = "mixed"
 DTYPES = ("float32", "bfloat16", "float16", MIXED)
 
@@ -106,6 +107,12 @@ def dtypes(shapes: Sequence[Shape], name: str) -> list[torch.dtype]:
     return [torch.float32 if vector else torch.bfloat16 for vector in vectors]
 
 
+def n_bytes(shapes: Sequence[Shape], dtype: str) -> int:
+    """Of one copy of the gradients."""
+    pairs = zip(shapes, dtypes(shapes, dtype), strict=True)
+    return sum(math.prod(shape) * one.itemsize for shape, one in pairs)
+
+
 class Clip:
     """Arguments of one `clip_grad_norm_` call, and what makes them ready for the next.
 
@@ -127,10 +134,13 @@ class Clip:
         self.norm_type, self.clips = norm_type, clips
         self.n_tensors = len(shapes)
         self.n_bytes = sum(grad.nbytes for grad in self.gradients)
-        n_elements = sum(grad.numel() for grad in self.gradients)
-        norm = LARGEST if norm_type == math.inf else math.sqrt(MEAN_SQUARE * n_elements)
-        self.max_norm = norm / 2 if clips else norm * 2
-        self.ends = self._magnitudes()
+        self.n_elements = sum(grad.numel() for grad in self.gradients)
+        largest = norm_type == math.inf
+        self.norm = LARGEST if largest else math.sqrt(MEAN_SQUARE * self.n_elements)
+        self.max_norm = self.norm / 2 if clips else self.norm * 2
+        self._originals = [_ends(grad) for grad in self.gradients]
+        self._seen: set[str] = set()
+        self._sampled = 0
 
     @property
     def parameters(self) -> list[torch.nn.Parameter]:
@@ -149,19 +159,29 @@ class Clip:
             _fill(self.gradients)
         self.turn = (self.turn + 1) % len(self._copies)
 
-    def is_scaled(self) -> bool:
-        """Whether first and last gradient are below their originals (for a clip, by about half)."""
-        return max(self.left()) < 0.8
+    def is_first(self, name: str) -> bool:
+        """Whether this is the first time that it is asked about this name."""
+        first = name not in self._seen
+        self._seen.add(name)
+        return first
 
-    def left(self) -> tuple[float, float]:
-        """What is left of the first and of the last gradient's first element: 1 before a clip."""
-        first, last = self._magnitudes()
-        return first / self.ends[0], last / self.ends[1]
-
-    def _magnitudes(self) -> tuple[float, float]:
-        grads = self.gradients
-        first, last = (abs(grad.view(-1)[0].item()) for grad in (grads[0], grads[-1]))
-        return first, last
+    def left(
+        self, grads: Sequence[torch.Tensor] | None = None, *, whole: bool = True
+    ) -> tuple[float, float]:
+        """The least and the largest share that `grads` (default: the gradients) have of their
+        originals: over all elements, or over the ends of `SAMPLE` tensors, others each time."""
+        grads = self.gradients if grads is None else grads
+        if whole:
+            return _extremes(grads)
+        start, self._sampled = self._sampled, self._sampled + SAMPLE
+        indices = {index % self.n_tensors for index in range(start, start + SAMPLE)}
+        shares = [
+            float(now) / then
+            for index in indices
+            for now, then in zip(_ends(grads[index]), self._originals[index], strict=True)
+        ]
+        # Of a NaN, min and max would depend on its place.
+        return (math.nan, math.nan) if any(map(math.isnan, shares)) else (min(shares), max(shares))
 
 
 def gradients(shapes: Sequence[Shape], dtype: Dtypes = torch.float32) -> list[torch.Tensor]:
@@ -185,14 +205,15 @@ def clip(
 
 
 def copies_beyond(cache_bytes: int, shapes: Sequence[Shape], dtype: Dtypes) -> int:
-    """How many copies of a list, used in turn, push each other out of a cache: twice its size, 1 if
-    the list alone does not fit. Counts what a call touches: elements and the tensors themselves."""
+    """How many copies of a list, used in turn, push each other out of a cache: as many as together
+    are at least twice its size (of a list just larger than the cache a part would be found there).
+    Counts what a call touches: elements and the tensors themselves."""
     each = [dtype] * len(shapes) if isinstance(dtype, torch.dtype) else dtype
     touched = sum(
         math.prod(shape) * one.itemsize + OBJECT_BYTES
         for shape, one in zip(shapes, each, strict=True)
     )
-    return 1 if touched > cache_bytes else -(-2 * cache_bytes // touched)
+    return max(1, -(-2 * cache_bytes // touched))
 
 
 def plain_statistics(grads: list[torch.Tensor]) -> dict[str, torch.Tensor]:
@@ -213,32 +234,42 @@ def plain_statistics(grads: list[torch.Tensor]) -> dict[str, torch.Tensor]:
     }
 
 
-class WrongResult(RuntimeError):
-    """A call that did not do what the row says: it must not become a number."""
-
-
-def require_right(name: str, problem: Clip, norm: torch.Tensor | None) -> None:
-    """Clipped or left alone as the problem wants; `norm` is None where a function returns none."""
-    scaled = problem.is_scaled()
-    clipped = problem.clips if norm is None else float(norm) > problem.max_norm
-    if clipped != problem.clips or scaled != problem.clips:
-        returned = "no norm" if norm is None else f"a norm of {float(norm):g}"
-        raise WrongResult(
-            f"{name} returned {returned} for max_norm={problem.max_norm:g} "
-            f"and {'changed' if scaled else 'kept'} the gradients; this workload is to be "
-            f"{'clipped' if problem.clips else 'left alone'}"
-        )
-
-
 def _fill(grads: Sequence[torch.Tensor]) -> None:
     """The same values at every call for lists of the same shapes."""
+    for piece, original in _pieces(grads):
+        piece.copy_(original)
+
+
+def _pieces(grads: Sequence[torch.Tensor]) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+    """Piece by piece what is there, and the values that belong there (on the CPU)."""
     places = random.Random(0)
     blocks = {dtype: _block(dtype) for dtype in {grad.dtype for grad in grads}}
     for grad in grads:
         block = blocks[grad.dtype]
         for piece in grad.view(-1).split(PIECE):
             start = places.randrange(BLOCK - PIECE)
-            piece.copy_(block[start : start + piece.numel()])
+            yield piece, block[start : start + piece.numel()]
+
+
+def _extremes(grads: Sequence[torch.Tensor]) -> tuple[float, float]:
+    """The least and the largest of elements over originals; NaN if there is one."""
+    extremes, now, then = [], [], []
+    n_left, n_waiting = sum(grad.numel() for grad in grads), 0
+    for piece, original in _pieces(grads):
+        now.append(piece)
+        then.append(original)
+        n_left, n_waiting = n_left - piece.numel(), n_waiting + piece.numel()
+        if n_waiting >= PIECE or n_left == 0:  # 20,000 tiny ones one by one would take a second
+            shares = torch.cat(now).float().div_(torch.cat(then).to(piece.device))
+            extremes.append(torch.stack(torch.aminmax(shares)))
+            now, then, n_waiting = [], [], 0
+    low, high = torch.stack(extremes).unbind(1)
+    return float(low.min()), float(high.max())
+
+
+def _ends(grad: torch.Tensor) -> tuple[float, float]:
+    flat = grad.view(-1)
+    return float(flat[0]), float(flat[-1])
 
 
 _blocks: dict[torch.dtype, torch.Tensor] = {}
