@@ -103,7 +103,7 @@ def test_when_time_is_over_what_has_no_verdict_is_not_judged(
 ) -> None:
     """The disturbed row waits for the other, and neither is measured a second time."""
     now = iter([0.0, 1.0, 2.0, 1e6])
-    monkeypatch.setattr(gate.time, "monotonic", lambda: next(now))
+    monkeypatch.setattr("time.monotonic", lambda: next(now))
     busy(monkeypatch, [0.5, 0.0])
     rows = [contest(clock, [9.0]), replace(contest(clock, [1.0]), name="another")]
     verdicts = gate.judge(rows, QUICK, print)
