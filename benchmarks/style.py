@@ -154,8 +154,9 @@ def ratio_legend(figure: Any, dtypes: Sequence[str], sides: Sequence[str], limit
         ]
     if limits:
         limit = "what memory allows (arrow: beyond)"
-        look = {"color": MUTED, "linestyle": "", "marker": "|", "markersize": 8}
-        marks.append(Line2D([], [], label=limit, **look))
+        marks.append(
+            Line2D([], [], color=MUTED, linestyle="", marker="|", markersize=8, label=limit)
+        )
     figure.legend(handles=marks, loc="outside upper center", ncols=len(marks), frameon=False)
 
 
