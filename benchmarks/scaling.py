@@ -6,7 +6,8 @@ torch and fastclip, not clipped and clipped, take turns on the same float32 grad
 - `bytes`: four tensors of 1 KiB to 4 GiB together that no cache holds, beside torch's own rates;
 - `threads`: the gradients of GPT-2 small by 1 thread up to one a core, beside the same rates.
 
-A line is fitted to the first two: fixed cost and slope. Writes ``results/scaling.csv``.
+A line is fitted to the first two: fixed cost and slope. Writes ``results/scaling.csv`` if all is
+measured, at full size; a quick or a partial run writes only where ``--csv`` says.
 """
 
 import argparse
@@ -249,11 +250,15 @@ def fitted(points: Sequence[Point]) -> Iterator[str]:
                 chosen = [p for p in points if (p.sweep, p.side) == (sweep, side)]
                 chosen = [p for p in chosen if p.clips == clips]
                 found = fit([getattr(p, along) for p in chosen], [p.us for p in chosen])
+                name = f"{sweep:<9}{side + CLIPPED * clips:<18}"
+                if found.slope <= 0:
+                    yield f"{name}the slope cannot be told: the times do not grow"
+                    continue
                 slope = f"{found.slope:.3f} us a tensor"
                 if sweep == "bytes":
                     slope = f"bytes at {1e-3 / found.slope:.1f} GB/s"
                 yield (
-                    f"{sweep:<9}{side + CLIPPED * clips:<18}{found.fixed:>7.1f} us + {slope}"
+                    f"{name}{found.fixed:>7.1f} us + {slope}"
                     f" (within {found.off:.0%} of each median)"
                 )
 
@@ -279,13 +284,16 @@ def main(arguments: Sequence[str] | None = None) -> int:
     for point in _points(args.sweep, plan, machine.last_level_bytes(), here.cores):
         points.append(point)
         print(line(point), flush=True)
-    if fits := list(fitted(points)):
+    if not args.quick and (fits := list(fitted(points))):
         print("\nfixed cost and slope, the least squares of relative errors:", *fits, sep="\n")
     idle = others.idleness()
     if complaint := idle.complaint():
         print(f"warning: {complaint}", file=sys.stderr)
-    about = {"kernels": kernels(), "busy_cores": idle.busy_cores, "region_us": idle.region_us}
-    write(args.csv, [{**asdict(here), **asdict(point), **about} for point in points])
+    whole = not args.quick and set(args.sweep) == set(SWEEPS)
+    path = args.csv or (RESULTS / "scaling.csv" if whole else None)
+    if path is not None:
+        about = {"kernels": kernels(), "busy_cores": idle.busy_cores, "region_us": idle.region_us}
+        write(path, [{**asdict(here), **asdict(point), **about} for point in points])
     return 0
 
 
@@ -311,7 +319,8 @@ def _parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--quick", action="store_true", help="small sizes: does it run?")
     parser.add_argument("--sweep", nargs="+", choices=SWEEPS, default=SWEEPS, help="default: all")
-    parser.add_argument("--csv", type=Path, default=RESULTS / "scaling.csv", metavar="PATH")
+    where = "default: results/scaling.csv of a full run, nothing of a quick or a partial one"
+    parser.add_argument("--csv", type=Path, metavar="PATH", help=where)
     return parser
 
 

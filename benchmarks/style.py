@@ -130,8 +130,8 @@ def ratio_axis(axes: Sequence[Any], low: float, high: float) -> float:
     return high
 
 
-def ratio_legend(figure: Any, dtypes: Sequence[str], sides: Sequence[str]) -> None:
-    """Above the panels: the dtypes, the backends where there are two, and the tick."""
+def ratio_legend(figure: Any, dtypes: Sequence[str], sides: Sequence[str], limits: bool) -> None:
+    """Above the panels: the dtypes, the backends where there are two, and the tick if there are."""
     from matplotlib.lines import Line2D
 
     marks = [
@@ -152,8 +152,11 @@ def ratio_legend(figure: Any, dtypes: Sequence[str], sides: Sequence[str]) -> No
             )
             for side in sides
         ]
-    limit = "what memory allows (arrow: beyond)"
-    marks.append(Line2D([], [], color=MUTED, linestyle="", marker="|", markersize=8, label=limit))
+    if limits:
+        limit = "what memory allows (arrow: beyond)"
+        marks.append(
+            Line2D([], [], color=MUTED, linestyle="", marker="|", markersize=8, label=limit)
+        )
     figure.legend(handles=marks, loc="outside upper center", ncols=len(marks), frameon=False)
 
 
@@ -169,19 +172,28 @@ def legend(axes: Any, loc: str) -> None:
     axes.legend(frameon=True, framealpha=0.85, edgecolor="none", loc=loc)
 
 
-def caption(figure: Any, rows: Sequence[Row]) -> None:
-    """Where and when: machine, versions, commit and day of the rows."""
-    figure.supxlabel(about(rows[0]), fontsize=7, color=MUTED, x=0.99, horizontalalignment="right")
+def caption(figure: Any, rows: Sequence[Row], marks: str) -> None:
+    """What the marks are; where and when: machine, versions, commit and day of the rows."""
+    text = f"{marks}\n{about(rows)}"
+    figure.supxlabel(text, fontsize=7, color=MUTED, x=0.99, ha="right", multialignment="right")
 
 
-def about(row: Row) -> str:
-    if "card" in row:
-        machine = row["card"]
+def about(rows: Sequence[Row]) -> str:
+    """All machines, versions and commits that the rows are of, and from which day to which."""
+
+    def of(name: str) -> str:
+        return " / ".join(dict.fromkeys(row[name] for row in rows))
+
+    if "card" in rows[0]:
+        machine = of("card")
     else:
-        cache = row["last_level_cache"].replace("32768K", "32 MiB")
-        machine = f"{row['cpu']}, {row['cores']} cores, {cache}, {row['simd']}"
-        machine += f", {row['threads']} threads"
-    return f"{machine}; torch {row['torch']}, commit {row['commit']}, {row['date'][:10]}"
+        cache = of("last_level_cache").replace("32768K", "32 MiB")
+        machine = (
+            f"{of('cpu')}, {of('cores')} cores, {cache}, {of('simd')}, {of('threads')} threads"
+        )
+    days = sorted({row["date"][:10] for row in rows})
+    when = " to ".join(dict.fromkeys((days[0], days[-1])))
+    return f"{machine}; torch {of('torch')}, commit {of('commit')}, {when}"
 
 
 def save(figure: Any, path: Path) -> None:

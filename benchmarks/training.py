@@ -6,7 +6,7 @@ take every step in turn, odd steps in reverse order, from the same weights on th
 that their times can be compared step by step and the losses of those that clip have to agree.
 
 Writes ``benchmarks/results/training.csv``, a row a variant, and ``training-curves.csv``, a row a
-step and variant.
+step and variant; a quick run only into the folder that ``--folder`` names.
 """
 
 import argparse
@@ -28,7 +28,7 @@ from benchmarks.gpt import GPT
 from benchmarks.text import VOCABULARY, batch, text
 from fastclip import backends
 from fastclip.benchmarking import machine
-from fastclip.benchmarking.measure import paired_ratios, spread
+from fastclip.benchmarking.measure import no_garbage_collection, paired_ratios, spread
 
 RESULTS = Path(__file__).parent / "results"
 
@@ -119,12 +119,13 @@ def train(plan: Plan) -> dict[str, Training]:
     runs = {name: Training(plan, name) for name in VARIANTS}
     learned, _ = text()
     random = torch.Generator().manual_seed(0)
-    for number in range(plan.steps):
-        inputs, targets = batch(learned, plan.batch, plan.context, random)
-        for name in VARIANTS if number % 2 == 0 else reversed(VARIANTS):
-            runs[name].step(inputs, targets)
-        if (number + 1) % TOLD == 0:
-            print(f"{number + 1} of {plan.steps} steps", file=sys.stderr, flush=True)
+    with no_garbage_collection():
+        for number in range(plan.steps):
+            inputs, targets = batch(learned, plan.batch, plan.context, random)
+            for name in VARIANTS if number % 2 == 0 else reversed(VARIANTS):
+                runs[name].step(inputs, targets)
+            if (number + 1) % TOLD == 0:
+                print(f"{number + 1} of {plan.steps} steps", file=sys.stderr, flush=True)
     return runs
 
 
@@ -228,7 +229,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     )
     parser.add_argument("--quick", action="store_true", help="a few steps: does it run?")
     parser.add_argument("--threads", type=int, default=2, metavar="N", help="default 2")
-    parser.add_argument("--folder", type=Path, default=RESULTS, help="where the CSVs go")
+    parser.add_argument(
+        "--folder", type=Path, help="where the CSVs go (default: results/, nowhere if quick)"
+    )
     args = parser.parse_args(arguments)
     if args.threads < 1:
         parser.error(f"--threads must be at least 1, got {args.threads}")
@@ -246,9 +249,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print(f"warning: {complaint}", file=sys.stderr)
     busy = None if idle.busy_cores is None else round(idle.busy_cores, 3)
     about = {**asdict(machine.describe()), "backend": backend, "busy_cores": busy}
-    args.folder.mkdir(parents=True, exist_ok=True)
-    _write(args.folder / "training.csv", rows, about)
-    _write(args.folder / "training-curves.csv", curves(runs), about)
+    folder = args.folder or (None if args.quick else RESULTS)
+    if folder is not None:
+        folder.mkdir(parents=True, exist_ok=True)
+        _write(folder / "training.csv", rows, about)
+        _write(folder / "training-curves.csv", curves(runs), about)
     return 0
 
 

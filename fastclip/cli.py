@@ -29,6 +29,8 @@ LOG: tuple[str, dict[str, Any]] = ("log", {"metavar": "LOG", "help": "a log in J
 ARGUMENTS: dict[str, list[tuple[str, dict[str, Any]]]] = {
     "bench": [
         ("--quick", {"action": "store_true", "help": "a few rows, in less than a minute"}),
+        ("--all", {"dest": "every", "action": "store_true", "help": "also rows that take long"}),
+        ("--list", {"dest": "listed", "action": "store_true", "help": "only name the rows"}),
         (
             "--filter",
             {

@@ -149,6 +149,20 @@ def test_a_limit_is_a_tick_and_beyond_the_edge_an_arrow() -> None:
     assert 8.0 < marks[">"] < 99
 
 
+def test_without_limits_there_is_no_tick_and_no_word_of_it() -> None:
+    figure = figures.ratio([{**row, "limit": ""} for row in suite()])
+    assert "what memory allows" not in texts(figure)
+    assert not any(line.get_marker() in ("|", ">") for axes in figure.axes for line in axes.lines)
+
+
+def test_the_caption_names_every_commit_and_the_days() -> None:
+    later = {**MACHINE, "commit": "def5678", "date": "2026-02-01T00:00Z"}
+    assert style.about([later, MACHINE, later]).endswith(
+        "torch 2.13.0, commit def5678 / abc1234, 2026-01-02 to 2026-02-01"
+    )
+    assert style.about([MACHINE, MACHINE]) == CAPTION
+
+
 def test_bandwidth_is_bytes_over_time_under_the_limit_of_torchs_own_operations() -> None:
     alone, clipped = figures.bandwidth(scaling()).axes
     curves = {line.get_label(): list(line.get_ydata()) for line in alone.lines}
@@ -157,7 +171,8 @@ def test_bandwidth_is_bytes_over_time_under_the_limit_of_torchs_own_operations()
     assert curves["limit: torch's best read"] == pytest.approx([20.0, 20.0])
     limit = next(line for line in clipped.lines if "mul_" in line.get_label())
     assert list(limit.get_ydata()) == pytest.approx([10.0, 10.0])  # a read, then one in place
-    assert alone.get_ylabel() == "gradients clipped (GB/s)"
+    assert alone.get_ylabel() == "bytes of gradients / time (GB/s)"
+    assert clipped.get_ylabel() == alone.get_ylabel()
     ticks = [label.get_text() for label in alone.get_xticklabels()]
     assert ticks == ["1 KiB", "32 KiB", "1 MiB", "32 MiB", "1 GiB"]
 
@@ -187,7 +202,8 @@ def test_training_has_the_time_of_a_step_and_the_losses_of_all() -> None:
         assert list(line.get_ydata()) == [5, 4, 3]
     assert len(right.lines) == 4
     words = texts(figure)
-    assert "100.0 ms, clipping 8.0%" in words
+    assert "100.0 ms\nclipping 8.00 ms, 8.0%" in words
+    assert "clipping -0.50 ms, -0.5%" in words
     assert left.get_xlabel() == "one training step (ms); dark: clipping"
     assert right.get_ylabel() == "training loss (nats per character)"
 

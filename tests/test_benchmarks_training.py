@@ -95,6 +95,15 @@ def test_a_quick_run_works_end_to_end(tmp_path: Path, capsys: pytest.CaptureFixt
     assert all((row["norm"] == "") == (row["variant"] == NONE) for row in curves)
 
 
+def test_a_quick_run_leaves_the_committed_one_alone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(training, "RESULTS", tmp_path)
+    assert training.main(["--quick", "--threads", "1"]) == 0
+    assert "nats apart from torch's" in capsys.readouterr().out
+    assert not list(tmp_path.iterdir())
+
+
 def test_no_threads_are_one_clear_line(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as stop:
         training.main(["--threads", "0"])
