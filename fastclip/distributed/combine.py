@@ -208,7 +208,8 @@ def _naming(ranks: Sequence[int]) -> Iterator[None]:
         yield
     except RuntimeError as error:
         raise RuntimeError(
-            f"combining the gradient statistics of {said(ranks)} failed: {error}"
+            f"combining the gradient statistics of {said(ranks)} failed: {error}. Every one of them "
+            "has to make the same call, and may have died or raised an error of its own"
         ) from error
 
 
