@@ -183,14 +183,20 @@ def are_plain(tensors: Iterable[Tensor]) -> bool:
 
 def of_parameters(parameters: Parameters) -> Listed:
     """List the ``.grad`` of a Tensor, an iterable of Tensors or of ``(name, Tensor)`` pairs, or an
-    ``nn.Module``.
+    ``nn.Module``; of a DistributedDataParallel under the names in what it wraps.
 
     Raises `TypeError` for an entry that is none of these.
     """
     if isinstance(parameters, nn.Module):
-        parameters = parameters.named_parameters()
+        parameters = without_ddp(parameters).named_parameters()
     entries, names = entries_of(parameters, none_allowed=False)
     return Listed([entry.grad for entry in entries], names, entries)
+
+
+def without_ddp(module: nn.Module) -> nn.Module:
+    """What a DistributedDataParallel wraps, whose parameters have the names of the plain model and
+    not "module." before each; any other module as it is."""
+    return module.module if isinstance(module, nn.parallel.DistributedDataParallel) else module
 
 
 def of_tensors(tensors: Tensors) -> Listed:
