@@ -135,7 +135,10 @@ class Groups:
             each.settle(OTHERS)
         every = every.view(len(self._all.ranks), len(self._all.names), -1)
         parts, present = every.split([tables.COLUMNS, 1], 2)
-        contributions = self._contributions(parts, present.amax((0, 2)) > 0)
+        counted = self._sent_to(own.device).counted
+        there = present[:, :, 0] > 0
+        shares = (counted & there).int() - (~counted & there).int()
+        contributions = self._contributions(parts, present.amax((0, 2)) > 0, shares)
         rows = [self._rows[name] for name in found.names]
         united = replace(
             found,
@@ -144,7 +147,6 @@ class Groups:
             contributions=contributions,
             united=United(self, found, rows, self._dtype),
         )
-        counted = self._sent_to(own.device).counted
         whole = combine.combine(parts, counted, self._p, self._all_count)
         return united, whole, flag > 0
 
@@ -185,13 +187,15 @@ class Groups:
             every = every.index_select(0, sent.sources[number])
         return every, flag, unsettled
 
-    def _contributions(self, parts: Tensor, present: Tensor) -> Contributions:
-        """Those of ranks, without what meshes have made of them."""
+    def _contributions(self, parts: Tensor, present: Tensor, shares: Tensor) -> Contributions:
+        """Those of ranks, in their order, without what meshes have made of them."""
         ranks = self._all.ranks
-        real = [number for number, rank in enumerate(ranks) if rank >= 0]
-        if len(real) < len(ranks):
-            parts = parts.index_select(0, _index(real, parts.device))
-        return Contributions(tuple(ranks[number] for number in real), parts, present)
+        real = [ranks.index(rank) for rank in sorted(ranks) if rank >= 0]
+        if real != list(range(len(ranks))):
+            places = _index(real, parts.device)
+            parts, shares = parts.index_select(0, places), shares.index_select(0, places)
+        of_ranks = tuple(ranks[number] for number in real)
+        return Contributions(of_ranks, parts, present, shares)
 
     def _placed(self, found: Gradients, table: Tensor) -> Tensor:
         """The contributions of this rank's roster, with flags: ``[size, 6]``."""
