@@ -36,6 +36,12 @@ _DTYPES = frozenset(
 )
 
 
+_TRACED = (
+    "gradients that are DTensors cannot be clipped or measured inside torch.compile: call fastclip "
+    "outside of what is compiled"
+)
+
+
 class Listed:
     """The gradients as they were passed.
 
@@ -99,7 +105,13 @@ def _labels(names: Sequence[str] | None, n: int) -> Sequence[str]:
 def _spread(tensors: list[Any], listed: Listed, alone: bool) -> "tuple[list[Any], Spread] | None":
     """What this process holds, and of what, if there are DTensors over several processes."""
     # nobody has a DTensor without this module
-    if torch.compiler.is_compiling() or "torch.distributed.tensor" not in sys.modules:
+    distributed = sys.modules.get("torch.distributed.tensor")
+    if distributed is None:
+        return None
+    if torch.compiler.is_compiling():
+        if any(isinstance(each, distributed.DTensor) for each in tensors):
+            torch._dynamo.graph_break(msg=_TRACED)  # else the raise is traced, and not raised
+            raise NotImplementedError(_TRACED)
         return None
     from fastclip.distributed import shards
 
