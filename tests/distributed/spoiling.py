@@ -16,7 +16,6 @@ from tests.distributed.layouts import Named
 from tests.distributed.measuring import held_grads, held_values
 from tests.distributed.models import grad_of
 
-
 Guilty = int | tuple[int, ...]
 
 
