@@ -64,7 +64,9 @@ class GradClipper:
         nonfinite: what to do when an element is NaN or infinite:
 
             - ``"skip"``: leave the gradients alone, and do not step;
-            - ``"zero"``: set those elements to 0, then clip and step;
+            - ``"zero"``: set those elements to 0, then clip and step. Where processes hold copies
+              of a gradient that are not finite on some of them only, the step is skipped
+              (`skipped`, and a `found_inf` of 1): the others cannot know which elements to zero;
             - ``"error"``: raise `RuntimeError` naming the parameters, before anything is written;
               this waits for the device at every step;
             - ``"propagate"``: clip and step all the same, as torch does.
@@ -173,7 +175,9 @@ class GradClipper:
                 stepping.refuse_closure(each)
             loss_scale = scale_of(optimizers, scaler, self._settings.policy)
             stats, grad_scale = self._advance(loss_scale, optimizers)
-        skips = loss_scale.enabled or self._settings.policy == "skip"
+        policy = self._settings.policy
+        skips = loss_scale.enabled or policy == "skip"
+        skips = skips or (policy == "zero" and stats.contributions is not None)
         stepping.take(optimizers, loss_scale, stats.found_inf if skips else None, grad_scale)
         if self.overlap is not None:
             self.overlap.forget()  # a fused optimizer writes gradients and leaves no mark

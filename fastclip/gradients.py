@@ -36,6 +36,12 @@ _DTYPES = frozenset(
 )
 
 
+_TRACED = (
+    "gradients that are DTensors cannot be clipped or measured inside torch.compile: call fastclip "
+    "outside of what is compiled"
+)
+
+
 class Listed:
     """The gradients as they were passed.
 
@@ -99,7 +105,13 @@ def _labels(names: Sequence[str] | None, n: int) -> Sequence[str]:
 def _spread(tensors: list[Any], listed: Listed, alone: bool) -> "tuple[list[Any], Spread] | None":
     """What this process holds, and of what, if there are DTensors over several processes."""
     # nobody has a DTensor without this module
-    if torch.compiler.is_compiling() or "torch.distributed.tensor" not in sys.modules:
+    distributed = sys.modules.get("torch.distributed.tensor")
+    if distributed is None:
+        return None
+    if torch.compiler.is_compiling():
+        if any(isinstance(each, distributed.DTensor) for each in tensors):
+            torch._dynamo.graph_break(msg=_TRACED)  # else the raise is traced, and not raised
+            raise NotImplementedError(_TRACED)
         return None
     from fastclip.distributed import shards
 
@@ -183,14 +195,20 @@ def are_plain(tensors: Iterable[Tensor]) -> bool:
 
 def of_parameters(parameters: Parameters) -> Listed:
     """List the ``.grad`` of a Tensor, an iterable of Tensors or of ``(name, Tensor)`` pairs, or an
-    ``nn.Module``.
+    ``nn.Module``; of a DistributedDataParallel under the names in what it wraps.
 
     Raises `TypeError` for an entry that is none of these.
     """
     if isinstance(parameters, nn.Module):
-        parameters = parameters.named_parameters()
+        parameters = without_ddp(parameters).named_parameters()
     entries, names = entries_of(parameters, none_allowed=False)
     return Listed([entry.grad for entry in entries], names, entries)
+
+
+def without_ddp(module: nn.Module) -> nn.Module:
+    """What a DistributedDataParallel wraps, whose parameters have the names of the plain model and
+    not "module." before each; any other module as it is."""
+    return module.module if isinstance(module, nn.parallel.DistributedDataParallel) else module
 
 
 def of_tensors(tensors: Tensors) -> Listed:

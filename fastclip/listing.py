@@ -7,7 +7,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from fastclip.gradients import Parameters, entries_of
+from fastclip.gradients import Parameters, entries_of, without_ddp
 
 _PARAMETERS = attrgetter("_parameters")
 _MODULES = attrgetter("_modules")
@@ -20,11 +20,13 @@ class Listing:
     """
 
     def __init__(self, parameters: Parameters) -> None:
-        self._module = parameters if isinstance(parameters, nn.Module) else None
+        self._module: nn.Module | None = None
         self._look: _Look | None = None
         self._tensors: list[Tensor] = []
         self._names: Sequence[str] | None = None
-        if self._module is None:
+        if isinstance(parameters, nn.Module):
+            self._module = without_ddp(parameters)
+        else:
             self._tensors, names = entries_of(parameters, none_allowed=False)
             self._names = names and tuple(names)
 

@@ -8,6 +8,8 @@ from torch import Tensor
 
 from fastclip import table as tables
 
+SHOWN = 5  # names that a RankStats prints
+
 
 class Contributions(NamedTuple):
     """What each process held before the tables were combined, replicas and all.
@@ -18,6 +20,18 @@ class Contributions(NamedTuple):
     ranks: tuple[int, ...]  # global ranks, R of them
     tables: Tensor  # [R, n, 5], float64
     present: Tensor  # [n] bool: whether any process has a gradient for that row
+    shares: Tensor | None = None  # [R, n]: 1 counts, -1 is a copy of what does; None: no copies
+
+    def torn(self) -> Tensor:
+        """Whether a row is not finite on some of the processes that hold copies of it and finite on
+        others, 0-d bool: told by counts, since nobody knows another's elements."""
+        if self.shares is None:
+            return torch.zeros((), dtype=torch.bool, device=self.tables.device)
+        bad = self.tables[:, :, tables.NAN : tables.INF + 1]
+        own, copies = (self.shares > 0)[:, :, None], (self.shares < 0)[:, :, None]
+        # as many of each process's share: a mesh has the same number of copies of all
+        expected = (bad * own).sum(0) * copies.sum(0)
+        return ((bad * copies).sum(0) * own.sum(0) != expected).any()
 
     def offenders(self) -> list[list[int]]:
         """Of each row, the ranks that hold an element which is NaN or infinite. Waits for the
@@ -42,6 +56,16 @@ class RankStats(NamedTuple):
     nan: int
     inf: int
     nonfinite: list[str]
+
+    def __repr__(self) -> str:
+        """With the first names only, where there are many."""
+        shown = ", ".join(map(repr, self.nonfinite[:SHOWN]))
+        more = len(self.nonfinite) - SHOWN
+        return (
+            f"RankStats(rank={self.rank}, norm={self.norm:.6g}, max_abs={self.max_abs:.6g}, "
+            f"nan={self.nan}, inf={self.inf}, nonfinite=[{shown}"
+            + (f", and {more} more])" if more > 0 else "])")
+        )
 
 
 def rank_stats(

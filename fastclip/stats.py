@@ -154,7 +154,7 @@ class GradStats:
             return self
         parts = [getattr(self, name) for name in _TENSORS]
         held = self.contributions
-        parts.extend([] if held is None else held[1:])
+        parts.extend([] if held is None else (held.tables, held.present))
         packed = torch.cat([part.to(torch.float64).reshape(-1) for part in parts]).cpu()
         pieces = packed.split([part.numel() for part in parts])
         on_host = [
@@ -207,7 +207,7 @@ class GradStats:
         self._require_host("by_rank()")
         held = {_this_rank(): self.table}
         if self.contributions is not None:
-            ranks, every, _ = self.contributions
+            ranks, every = self.contributions[:2]
             held = dict(zip(ranks, every, strict=True))
         p, dtype = self.norm_type, self.total_norm.dtype
         return [rank_stats(rank, own, self.names, p, dtype) for rank, own in held.items()]

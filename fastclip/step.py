@@ -124,6 +124,7 @@ class Step(NamedTuple):
                 raise RuntimeError(f"{ELSEWHERE}. No gradient has been changed; {INSTEAD}")
         if chosen == "zero":
             found, table = self._zeroed(rule, found, table, bad, dry)
+            bad = _torn(found, elsewhere, bad)
         total = tables.total_norm(table, p)
         if chosen == "skip":
             bad = bad | total.isnan()  # of finite elements too: from a loss scale of 0
@@ -136,6 +137,8 @@ class Step(NamedTuple):
                 decision = Decision(tables.coefficient(total, limit), threshold, state)
             if found.contributions is not None:
                 decision = decision.where_present(found.contributions.present, state)
+                if chosen == "zero":
+                    decision = decision.unless(bad, state)
             if self._leaves:
                 if not isinstance(rule, MaxNorm):
                     bad = bad | self._unusable(decision, dry)
@@ -154,6 +157,8 @@ class Step(NamedTuple):
         if self.groups is not None:
             elsewhere = self.loss_scale.found_elsewhere(self.groups.device)
             found, table = self.measure(self.listed, self.loss_scale.inv_scale, by_unit)
+            if chosen == "zero" and found.contributions is not None:  # of a mesh, for the others
+                elsewhere = found.contributions.torn()
             return self.groups.unite(found, table, elsewhere)
         found, table = self.measure(self.listed, self.loss_scale.inv_scale, by_unit)
         elsewhere = self.loss_scale.found_elsewhere(table.device)
@@ -238,7 +243,9 @@ class Decided(NamedTuple):
     dtype: torch.dtype  # of the norms that are returned
     total: Tensor
     decision: Decision
-    bad: Tensor  # 0-d bool: an element is not finite, of these gradients or of the optimizers'
+    # 0-d bool: an element is not finite, of these gradients or of the optimizers'; with
+    # nonfinite="zero", copies of a gradient have become different
+    bad: Tensor
 
     def foldable(self, listed: Listed) -> bool:
         """Whether an optimizer could apply the coefficient, a float32 number to it."""
@@ -288,8 +295,8 @@ class Decided(NamedTuple):
             self.total,
             coef,
             self.decision.threshold,
-            skipped=self.bad if scaled or chosen in ("skip", "error") else never,
-            found_inf=never if chosen == "zero" else self.bad,
+            skipped=self.bad if scaled or chosen != "propagate" else never,
+            found_inf=self.bad,
         )
 
 
@@ -323,6 +330,13 @@ def _refuse_units(rule: Rule, found: Gradients) -> None:
             f"{type(rule).__name__} gave units of DTensors, of which several processes may have "
             "parts: a rule that sets by_unit = True is told the norms of whole_units"
         )
+
+
+def _torn(found: Gradients, elsewhere: Tensor | None, bad: Tensor) -> Tensor:
+    """Whether elements were not finite in some copies of a gradient only, 0-d bool: those who hold
+    the others do not know which to zero."""
+    torn = torch.zeros_like(bad) if elsewhere is None else elsewhere
+    return torn if found.contributions is None else torn | found.contributions.torn()
 
 
 def _nothing(rule: Rule, limit: float | Tensor | None, table: Tensor) -> Decision:

@@ -39,6 +39,13 @@ class _Part(NamedTuple):
     dtype: torch.dtype  # of the norms
 
 
+class _Step(NamedTuple):
+    """What was measured of a backward, or the first error of doing so."""
+
+    parts: list[_Part]
+    error: Exception | None
+
+
 class _Report(NamedTuple):
     """What a rank says when it is asked: of which step, and what; or why not."""
 
@@ -79,8 +86,9 @@ class Attribution:
     ) -> None:
         if not isinstance(model, DistributedDataParallel):
             raise TypeError(
-                f"model must be a DistributedDataParallel, got {type(model).__name__}; other "
-                "layouts need no hook: GradStats.by_rank names the ranks"
+                f"model must be a DistributedDataParallel, got {type(model).__name__}. FSDP2 has "
+                "no such hook: its shards are averages of all ranks, so GradStats.by_rank tells "
+                "who holds a NaN and not whose it was; for that compare the losses of the ranks"
             )
         if history < 1:
             raise ValueError(f"history must be at least 1, got {history}")
@@ -90,21 +98,33 @@ class Attribution:
         self._group: dist.ProcessGroup = model.process_group
         self._inner = (self._group, _average) if inner is None else _state_and_hook(inner)
         self._open: list[_Part] = []  # of a backward that is going on
-        self._kept: deque[list[_Part]] = deque(maxlen=history)
+        self._failed: Exception | None = None  # what went wrong in it first
+        self._kept: deque[_Step] = deque(maxlen=history)
 
     @torch.no_grad()
     def record(self, bucket: GradBucket) -> None:
-        """Measure a bucket, of which nothing is changed. For hooks: a step ends with its last."""
+        """Measure a bucket, of which nothing is changed. For hooks: a step ends with its last.
+
+        An error of that is raised when the step is asked about: here it would keep this rank from
+        the all-reduce that the others wait in.
+        """
+        try:
+            self._open.append(self._measured(bucket))
+        except Exception as error:
+            # the frames of a traceback would keep the gradients
+            self._failed = self._failed or error.with_traceback(None)
+        if bucket.is_last():
+            self._kept.append(_Step(self._open, self._failed))
+            self._open, self._failed = [], None
+            self.steps += 1
+
+    def _measured(self, bucket: GradBucket) -> _Part:
         names = [self._name(parameter) for parameter in bucket.parameters()]
         buffer = bucket.buffer()
         tensors = [buffer] if buffer.is_sparse else bucket.gradients()
         found, table = passes.measure(Listed(tensors, names), self.norm_type)
         dtype = tables.result_dtype(found.tensors)
-        self._open.append(_Part(found.names, found.numel, table, dtype))
-        if bucket.is_last():
-            self._kept.append(self._open)
-            self._open = []
-            self.steps += 1
+        return _Part(found.names, found.numel, table, dtype)
 
     def local(self, step: int = -1) -> GradStats:
         """The statistics of this rank's gradients, in the order of the model's parameters.
@@ -112,10 +132,13 @@ class Attribution:
         Nothing is communicated, and nothing waits for the device.
 
         Raises:
-            RuntimeError: there has been no step.
+            RuntimeError: there has been no step; or what went wrong when it was measured.
             IndexError: the step is none of those kept.
         """
-        parts = self._kept[self._number(step) - self.steps]
+        number = self._number(step)
+        parts, error = self._kept[number - self.steps]
+        if error is not None:
+            raise RuntimeError(f"step {number} could not be measured: {error}") from error
         rows = {
             name: (numel, row)
             for part in parts

@@ -46,6 +46,7 @@ class Weights(NamedTuple):
     counted: Tensor  # [R, n] bool
     present: Tensor  # [n] bool: whether any process has a gradient
     all_count: bool  # as far as that is known without a wait
+    shares: Tensor | None  # as in `Contributions`
 
 
 class Gathered(NamedTuple):
@@ -67,7 +68,10 @@ class Gathered(NamedTuple):
         counted = self.counted
         present = (self.flags.remainder(COUNTED) == PRESENT).any(0)
         all_count = counted.device.type == "cpu" and bool(counted.all())
-        return Weights(self.flags.clone(), counted, present, all_count)
+        shares = None
+        if not all_count:  # one that is outside the tensor's mesh has no copy, and no OWNER
+            shares = counted.int() - (~counted & (self.flags >= OWNER)).int()
+        return Weights(self.flags.clone(), counted, present, all_count, shares)
 
     def known_failed(self) -> list[int]:
         """The global ranks of processes that could not measure; none where to ask would wait."""
@@ -208,7 +212,8 @@ def _naming(ranks: Sequence[int]) -> Iterator[None]:
         yield
     except RuntimeError as error:
         raise RuntimeError(
-            f"combining the gradient statistics of {said(ranks)} failed: {error}"
+            f"combining the gradient statistics of {said(ranks)} failed: {error}. Each of them has "
+            "to make the same call; one may have died, or raised an error of its own"
         ) from error
 
 

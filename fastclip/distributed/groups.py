@@ -89,6 +89,7 @@ class Groups:
         self._numel = self._all.numel()
         self._all_count = all(share.counts for share in self._all.shares.values())
         self._sent: dict[torch.device, _Sent] = {}
+        self._zeroes = settings.policy == "zero"
         self._took_part = False
 
     @property
@@ -118,7 +119,7 @@ class Groups:
         self, found: Gradients, table: Tensor, elsewhere: Tensor | None
     ) -> tuple[Gradients, Tensor, Tensor]:
         """`found`, whose table is ``[n, 5]``, with what the other ranks have; the table of all; and
-        whether `elsewhere`, 0-d bool, holds on any rank.
+        whether `elsewhere`, 0-d bool, holds on any rank, or copies differ under "zero".
 
         A collective, to be called within `guarded`. Raises `RuntimeError` if another rank could
         not measure, or if a gradient is new on any.
@@ -135,7 +136,9 @@ class Groups:
             each.settle(OTHERS)
         every = every.view(len(self._all.ranks), len(self._all.names), -1)
         parts, present = every.split([tables.COLUMNS, 1], 2)
-        contributions = self._contributions(parts, present.amax((0, 2)) > 0)
+        counted = self._sent_to(own.device).counted
+        there = present.amax((0, 2)) > 0
+        contributions = self._contributions(parts, there)
         rows = [self._rows[name] for name in found.names]
         united = replace(
             found,
@@ -144,9 +147,13 @@ class Groups:
             contributions=contributions,
             united=United(self, found, rows, self._dtype),
         )
-        counted = self._sent_to(own.device).counted
         whole = combine.combine(parts, counted, self._p, self._all_count)
-        return united, whole, flag > 0
+        found_elsewhere = flag > 0
+        if self._zeroes and not self._all_count:
+            shares = self._sent_to(own.device).shares * (present[:, :, 0] > 0)
+            every_one = Contributions(self._all.ranks, parts, there, shares)
+            found_elsewhere = found_elsewhere | every_one.torn()
+        return united, whole, found_elsewhere
 
     def _exchange(
         self, every: Tensor, flag: Tensor, failed: int | None = None, new: bool = False
@@ -186,10 +193,10 @@ class Groups:
         return every, flag, unsettled
 
     def _contributions(self, parts: Tensor, present: Tensor) -> Contributions:
-        """Those of ranks, without what meshes have made of them."""
+        """Those of ranks, in their order, without what meshes have made of them."""
         ranks = self._all.ranks
-        real = [number for number, rank in enumerate(ranks) if rank >= 0]
-        if len(real) < len(ranks):
+        real = [ranks.index(rank) for rank in sorted(ranks) if rank >= 0]
+        if real != list(range(len(ranks))):
             parts = parts.index_select(0, _index(real, parts.device))
         return Contributions(tuple(ranks[number] for number in real), parts, present)
 
@@ -219,6 +226,7 @@ class Groups:
     def _sent_to(self, device: torch.device) -> "_Sent":
         if device not in self._sent:
             counted = torch.tensor(self._all.weights(), dtype=torch.bool, device="cpu")
+            shares = torch.tensor(self._all.signs(), dtype=torch.int32, device="cpu").to(device)
             sources = [_index(meeting.sources, device) for meeting in self._meetings]
             ranks = [
                 _index(dist.get_process_group_ranks(meeting.group), device)
@@ -226,7 +234,7 @@ class Groups:
             ]
             nothing = self._nothing(1, device)
             packed = [self._packed(meeting, device) for meeting in self._meetings]
-            self._sent[device] = _Sent(counted.to(device), sources, ranks, nothing, packed)
+            self._sent[device] = _Sent(counted.to(device), shares, sources, ranks, nothing, packed)
         return self._sent[device]
 
     def _packed(self, meeting: Meeting, device: torch.device) -> Tensor:
@@ -248,6 +256,7 @@ class _Sent(NamedTuple):
     """What steps need on a device."""
 
     counted: Tensor  # [ranks, names] bool
+    shares: Tensor  # [ranks, names] int32, as in `Contributions`
     sources: list[Tensor]  # of each meeting
     ranks: list[Tensor]  # global ones, of each meeting
     nothing: Tensor  # [1, 6], a row without elements

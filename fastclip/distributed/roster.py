@@ -48,6 +48,15 @@ class Roster:
             for rank in self.ranks
         ]
 
+    def signs(self) -> list[list[int]]:
+        """``[ranks, names]``: 1 for shares that count, -1 for copies of what does; 0 for none, and
+        for ranks whose share is a mesh's."""
+        none = Share(0, False)
+        shares = [
+            [self.shares.get((rank, name), none) for name in self.names] for rank in self.ranks
+        ]
+        return [[1 if each.counts else -(each.numel > 0) for each in row] for row in shares]
+
     def holders(self, name: str) -> list[int]:
         return [rank for rank in self.ranks if (rank, name) in self.shares]
 

@@ -188,7 +188,8 @@ class Spread:
             for gathered, of in zip(every, weights, strict=True)
         ]
         if len(plan) == 1 and len(plan[0].members) == len(self.numel):
-            held = Contributions(every[0].ranks, every[0].tables, weights[0].present)
+            of = weights[0]
+            held = Contributions(every[0].ranks, every[0].tables, of.present, of.shares)
             whole = parts[0]
         else:
             held, whole = self._contributions(every, weights, places, p), places.clone()
@@ -197,7 +198,8 @@ class Spread:
         if self.rows is not None:
             rows = _index(self.rows, table.device)
             whole = whole[rows]
-            held = Contributions(held.ranks, held.tables[:, rows], held.present[rows])
+            shares = None if held.shares is None else held.shares[:, rows]
+            held = Contributions(held.ranks, held.tables[:, rows], held.present[rows], shares)
         return whole, held
 
     def _exchange(self, gathering: Gathering, places: Tensor, failed: list[int]) -> Gathered:
@@ -234,13 +236,16 @@ class Spread:
         ranks = tuple(sorted({me, *(rank for gathered in every for rank in gathered.ranks)}))
         held = tables.empty(p, len(ranks) * n, device).view(len(ranks), n, tables.COLUMNS)
         held[ranks.index(me)] = places
+        shares = torch.zeros(held.shape[:2], dtype=torch.int32, device=device)
         present = _sent(torch.tensor(self.present, device="cpu"), device)
         for gathering, gathered, of in zip(self._plan(), every, weights, strict=True):
             members = self._on_device(gathering, device).members
             present[members] = of.present
-            for rank, table in zip(gathered.ranks, gathered.tables, strict=True):
-                held[ranks.index(rank), members] = table
-        return Contributions(ranks, held, present)
+            told = of.shares
+            for number, rank in enumerate(gathered.ranks):
+                held[ranks.index(rank), members] = gathered.tables[number]
+                shares[ranks.index(rank), members] = 1 if told is None else told[number]
+        return Contributions(ranks, held, present, shares)
 
     def _plan(self) -> list[Gathering]:
         """The collectives, in the order in which their processes first come in the list."""

@@ -16,6 +16,8 @@ from tests.distributed.layouts import Named
 from tests.distributed.measuring import held_grads, held_values
 from tests.distributed.models import grad_of
 
+Guilty = int | tuple[int, ...]
+
 
 class Spoiled(NamedTuple):
     """Of one rank, after one call on spoiled gradients."""
@@ -35,7 +37,7 @@ class Spoiled(NamedTuple):
 
 
 def step(
-    layout: str, size: int, guilty: int, name: str, value: float, policy: Any, **options: Any
+    layout: str, size: int, guilty: Guilty, name: str, value: float, policy: Any, **options: Any
 ) -> Spoiled:
     """`GradClipper.step` of AdamW, after one good step."""
     named, optimizer, clipper = begun(layout, size, policy, **options)
@@ -44,7 +46,7 @@ def step(
 
 
 def clip(
-    layout: str, size: int, guilty: int, name: str, value: float, policy: Any, **options: Any
+    layout: str, size: int, guilty: Guilty, name: str, value: float, policy: Any, **options: Any
 ) -> Spoiled:
     """`GradClipper.clip_`, likewise."""
     named, optimizer, clipper = begun(layout, size, policy, **options)
@@ -103,9 +105,9 @@ def begun(
     return named, optimizer, clipper
 
 
-def spoil(named: Named, guilty: int, name: str, value: float) -> None:
-    """Put `value` first in what the guilty rank holds of a gradient."""
-    if dist.get_rank() == guilty:
+def spoil(named: Named, guilty: Guilty, name: str, value: float) -> None:
+    """Put `value` first in what the guilty rank holds of a gradient, or each of several."""
+    if dist.get_rank() in ((guilty,) if isinstance(guilty, int) else guilty):
         layouts.local(grad_of(dict(named)[name])).view(-1)[0] = value
 
 

@@ -244,9 +244,11 @@ def test_nothing_is_sent_or_read_before_somebody_asks(ranks: Pool, name: str) ->
 
 def of_another_model() -> str:
     first, second = layers({}), layers({"bucket_cap_mb": EACH})
-    second.register_comm_hook(Attribution(first), attribution_hook)
+    attribution = Attribution(first)
+    second.register_comm_hook(attribution, attribution_hook)
+    backward(second, batch(0))
     with pytest.raises(RuntimeError) as error:
-        backward(second, batch(0))
+        attribution.local()
     return str(error.value)
 
 
@@ -273,7 +275,8 @@ def refused() -> list[str]:
 def test_wrong_arguments_are_refused(ranks: Pool) -> None:
     (messages,) = ranks.run(1, refused)
     starts = [
-        "TypeError: model must be a DistributedDataParallel, got Layers",
+        "TypeError: model must be a DistributedDataParallel, got Layers. FSDP2 has no such hook: "
+        "its shards are averages of all ranks",
         "ValueError: history must be at least 1, got 0",
         "TypeError: inner must be a pair (state, hook)",
         "ValueError: norm_type must be a number",

@@ -2,10 +2,12 @@
 
 import math
 import os
+from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
+from torch.distributed import GradBucket  # type: ignore[attr-defined]  # re-exported, unmarked
 
 import fastclip
 from fastclip.distributed import Attribution, attribution_hook
@@ -114,6 +116,44 @@ def asked_too_early() -> list[str]:
 def test_before_the_first_step_there_is_nothing_to_say(ranks: Pool) -> None:
     for messages in ranks.run(2, asked_too_early):
         assert all(text.startswith("no step has been recorded: ") for text in messages)
+
+
+class Failing(Attribution):
+    """Cannot measure the second step on rank 1."""
+
+    def _measured(self, bucket: GradBucket) -> Any:
+        if self.steps == 1 and dist.get_rank() == 1:
+            raise TypeError("this cannot be measured")
+        return super()._measured(bucket)
+
+
+def failing() -> tuple[list[str], list[int], bool]:
+    """What `local` and `by_rank` say of the step that failed on one rank, who answers for the next
+    one, and whether the gradients of that step were those without a hook."""
+    model, plain = layers(LAYOUTS["bucket-each"]), layers({})
+    attribution = Failing(model)
+    model.register_comm_hook(attribution, attribution_hook)
+    alike = []
+    for step in range(3):
+        for each in (model, plain):
+            each.zero_grad()
+            backward(each, batch(step))
+        pairs = zip(model.parameters(), plain.parameters(), strict=True)
+        alike.append(all(torch.equal(a.grad, b.grad) for a, b in pairs))  # type: ignore[arg-type]
+    said = []
+    for ask in (attribution.local, attribution.by_rank):
+        try:
+            said.append(type(ask(1)).__name__)
+        except RuntimeError as error:
+            said.append(str(error))
+    return said, [each.rank for each in attribution.by_rank(2)], all(alike)
+
+
+def test_what_one_rank_cannot_measure_is_told_when_asked(ranks: Pool) -> None:
+    fault = "step 1 could not be measured: this cannot be measured"
+    first, second = ranks.run(2, failing)
+    assert first == (["GradStats", f"rank 1 has no answer: {fault}"], [0, 1], True)
+    assert second == ([fault, fault], [0, 1], True)
 
 
 def alone() -> list[RankStats]:

@@ -11,7 +11,7 @@ from fastclip import table as tables
 from fastclip.backends.reference import measure
 from fastclip.distributed import combine as combining
 from fastclip.distributed.combine import Gathered, combine, pack
-from fastclip.ranks import Contributions, rank_stats, said
+from fastclip.ranks import Contributions, RankStats, rank_stats, said
 
 ORDERS = [0.0, 0.5, 1.0, 2.0, 3.0, math.inf, -math.inf, -1.0]
 NAN, INF = math.nan, math.inf
@@ -188,3 +188,35 @@ def test_what_each_rank_held() -> None:
     assert second[2:] == (1.0, 1, 2, ["a", "b"])
     clean = rank_stats(5, table_of([3.0], [4.0, 0.0], p=2.0), ["a", "b"], 2.0, torch.float32)
     assert clean == (5, 5.0, 4.0, 0, 0, [])
+
+
+def test_a_rank_prints_few_names() -> None:
+    few = RankStats(2, math.nan, 1.5, 3, 0, ["a", "b"])
+    assert repr(few) == (
+        "RankStats(rank=2, norm=nan, max_abs=1.5, nan=3, inf=0, nonfinite=['a', 'b'])"
+    )
+    many = few._replace(nonfinite=[str(number) for number in range(12)])
+    assert repr(many).endswith("nonfinite=['0', '1', '2', '3', '4', and 7 more])")
+    assert len(many.nonfinite) == 12
+
+
+@pytest.mark.parametrize(
+    ("bad", "shares", "torn"),
+    [
+        ([1, 0, 0], [1, -1, -1], True),
+        ([0, 1, 1], [1, -1, -1], True),
+        ([1, 1, 1], [1, -1, -1], False),
+        ([1, 0, 1], [1, 1, 1], False),
+        ([1, 0, 0], [1, 1, 0], False),
+        ([1, 0, 1, 0], [1, 1, -1, -1], False),
+        ([1, 0, 0, 0], [1, 1, -1, -1], True),
+    ],
+    ids=str,
+)
+def test_copies_that_are_bad_here_and_good_there(
+    bad: list[int], shares: list[int], torn: bool
+) -> None:
+    held = torch.stack([table_of([NAN if each else 1.0], p=2.0) for each in bad])
+    of_one = torch.tensor(shares)[:, None]
+    assert bool(Contributions((0, 1, 2, 3), held, torch.tensor([True]), of_one).torn()) is torn
+    assert not Contributions((0, 1, 2, 3), held, torch.tensor([True])).torn()

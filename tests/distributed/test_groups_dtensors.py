@@ -151,7 +151,8 @@ def test_the_rank_of_a_bad_shard_is_known_everywhere(ranks: Pool, layout: str, p
     for seen, _ in ranks.run(4, compared, layout, "MaxNorm", 2.0, policy):
         stats, _, by_rank = seen[2]
         assert by_rank == [(rank, int(rank == 1), ["embed"] * (rank == 1)) for rank in range(4)]
-        assert stats["skipped"] == (policy == "skip")
+        # of the pipeline the other stage has a copy, and cannot know which element to zero
+        assert stats["skipped"] == (policy == "skip" or layout == "pipeline")
         assert stats["nan_count"][0] == 1
         if policy == "zero":
             assert math.isfinite(stats["total_norm"])

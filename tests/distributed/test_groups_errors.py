@@ -138,6 +138,7 @@ def left_alone() -> str:
 def test_a_rank_that_dies_is_an_error_on_the_others(mortal_ranks: Pool) -> None:
     message = mortal_ranks.run(2, left_alone, timeout=5, dying=[1], seconds=30)[0]
     assert message.startswith("combining the gradient statistics of ranks 0, 1 failed: ")
+    assert "Each of them has to make the same call" in message
 
 
 def copied() -> tuple[str, list[str]]:

@@ -154,6 +154,21 @@ def test_zero_leaves_the_rest_and_every_rank_steps(ranks: Pool) -> None:
     assert all(answer.changed for answer in stepped)
 
 
+@pytest.mark.parametrize("guilty", [(1,), (1, 3), (0, 1, 2, 3)], ids=str)
+def test_zero_steps_only_if_copies_are_alike(ranks: Pool, guilty: tuple[int, ...]) -> None:
+    """Ranks 1 and 3 hold the same shard of `first.weight`, 0 and 2 the other."""
+    answers = ranks.run(4, spoiling.step, "hsdp", 4, guilty, "first.weight", math.nan, "zero")
+    alike(answers, "skipped", "found_inf", "nonfinite", "counts", "total")
+    torn = guilty == (1,)
+    for answer in answers:
+        assert answer.fault == ""
+        assert answer.skipped is torn
+        assert answer.found_inf == float(torn)
+        assert answer.counts == {"first.weight": (1 + (len(guilty) == 4), 0)}
+        assert (answer.changed == []) is torn
+        assert answer.counters[2:] == (int(torn), int(torn))
+
+
 def test_propagate_steps_with_nan_on_every_rank(ranks: Pool) -> None:
     answers = ranks.run(
         2, spoiling.clip, "fsdp", 2, 1, "first.weight", math.nan, "propagate", fused=False
@@ -196,7 +211,8 @@ def test_one_bad_replica_is_seen_by_all_and_counted_once(
             assert f"{name!r} (1 NaN, 0 inf; on rank {guilty})" in answer.fault
             assert answer.rewritten == []
             continue
-        assert answer.skipped is (policy == "skip")
+        assert answer.skipped is True  # under "zero" too: the others cannot know which element
+        assert answer.found_inf == 1.0
         assert answer.counts == {name: (1, 0)}
         assert [rank for rank, _, _, nan, _, _ in answer.by_rank if nan] == [guilty]
         if policy == "skip":
