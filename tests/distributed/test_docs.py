@@ -1,7 +1,9 @@
 """Every block of docs/distributed.md runs, on as many ranks as it says, and does what is said."""
 
 import math
+import os
 import re
+import subprocess
 import sys
 from contextlib import redirect_stdout
 from io import StringIO
@@ -18,18 +20,23 @@ from torch.distributed.tensor import Placement, Replicate, Shard, distribute_ten
 
 from tests.distributed.ranks import Pool
 
-PAGE = (Path(__file__).resolve().parents[2] / "docs" / "distributed.md").read_text("utf-8")
+ROOT = Path(__file__).resolve().parents[2]
+PAGE = (ROOT / "docs" / "distributed.md").read_text("utf-8")
 COMMON, *BLOCKS = re.findall(r"```python\n(.*?)```", PAGE, re.DOTALL)
 RANKS = re.compile(r"# torchrun --nproc-per-node=(\d)\n")
-TITLES = ("ddp", "fsdp-tensor", "experts", "pipeline", "megatron", "by-rank", "attribution")
+INIT = 'dist.init_process_group("gloo")'
+TITLES = (
+    *("ddp", "fsdp-tensor", "experts", "pipeline", "tied", "megatron", "by-rank", "losses"),
+    *("attribution", "checkpoint"),
+)
 MODEL_PARALLEL = "parallel_state.get_model_parallel_group()"
 
 
 def fresh() -> dict[str, Any]:
-    """A namespace with the page's first block in it, and the same random numbers everywhere."""
-    torch.manual_seed(0)
+    """A namespace with the page's first block in it, but for the process group: these ranks have
+    theirs."""
     names: dict[str, Any] = {}
-    exec(COMMON, names)
+    exec(COMMON.replace(INIT, ""), names)
     return names
 
 
@@ -72,18 +79,44 @@ def test_every_block_is_run() -> None:
     assert len(BLOCKS) == len(TITLES)
     assert all(RANKS.match(block) for block in BLOCKS)
     assert not RANKS.search(COMMON)
+    assert INIT in COMMON
 
 
-def ddp() -> tuple[float, float, dict[str, int]]:
+@pytest.mark.usefixtures("_able")
+def test_a_block_is_a_script(tmp_path: Path) -> None:
+    script = tmp_path / "train.py"
+    tell = 'open(f"{__file__}-{dist.get_rank()}", "w").write(str(stats.total_norm.item()))'
+    script.write_text(f"{COMMON}{BLOCKS[0]}\n{tell}\n", "utf-8")
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
+    done = subprocess.run(
+        [*torchrun, "--nproc-per-node=2", str(script)],
+        env=os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)},
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    assert done.returncode == 0, done.stderr
+    first, second = ((tmp_path / f"train.py-{rank}").read_text() for rank in range(2))
+    assert first == second
+    assert float(first) > 0.1
+
+
+def counted(names: dict[str, Any]) -> dict[str, int]:
+    return {name: int(count) for name, count in names["clipper"].counters().items()}
+
+
+def ddp() -> tuple[float, float, dict[str, int], bool]:
     names = after("ddp")
-    expected = norm_of(one_process(names, shares=2, steps=3))
-    counts = {name: int(count) for name, count in names["clipper"].counters().items()}
-    return names["stats"].total_norm.item(), expected, counts
+    expected = one_process(names, shares=2, steps=3)
+    stats = names["stats"]
+    same = stats.names == tuple(expected)
+    return stats.total_norm.item(), norm_of(expected), counted(names), same
 
 
 def test_ddp(ranks: Pool) -> None:
-    for norm, expected, counts in run(ranks, "ddp", ddp):
+    for norm, expected, counts, same_names in run(ranks, "ddp", ddp):
         assert norm == pytest.approx(expected, rel=1e-4)
+        assert same_names
         assert counts["steps"] == counts["clipped"] == 3
 
 
@@ -133,6 +166,41 @@ def test_pipeline(ranks: Pool) -> None:
         assert norms == pytest.approx(expected, rel=1e-3)
         assert abs(difference) < 1e-3 * sum(expected.values())
     assert all(norms == answers[0][0] for norms, _, _ in answers)
+
+
+def tied() -> tuple[dict[str, float], dict[str, float], bool, bool]:
+    names = after("tied")
+    stats, whole = names["stats"], names["whole"]
+    found = dict(zip(stats.names, stats.norms.tolist(), strict=True))
+    expected = {name: p.grad.norm().item() for name, p in whole.named_parameters()}
+    copies = [torch.empty_like(names["tied"]) for _ in range(2)]
+    dist.all_gather(copies, names["tied"].detach())
+    trained = not torch.equal(copies[0], whole.embed.weight)
+    return found, expected, torch.equal(*copies), trained
+
+
+def test_tied(ranks: Pool) -> None:
+    for norms, expected, same, trained in run(ranks, "tied", tied):
+        assert norms == pytest.approx(expected, rel=1e-5)
+        assert same
+        assert trained
+
+
+@pytest.mark.parametrize("forgotten", ["dist.all_reduce(tied.grad)", "counts=", "process_group="])
+def test_the_check_of_a_layout_finds(ranks: Pool, forgotten: str) -> None:
+    for error in run(ranks, "tied", without, forgotten):
+        assert "Tensor-likes are not close" in error or "Scalars are not close" in error
+
+
+def without(forgotten: str) -> str:
+    """What the block of the tied embedding says without some of its lines."""
+    lines = BLOCKS[TITLES.index("tied")].splitlines()
+    gone = [forgotten, "counts="] if forgotten == "process_group=" else [forgotten]
+    kept = [line for line in lines if not line.strip().startswith(tuple(gone))]
+    assert len(kept) == len(lines) - len(gone)
+    with pytest.raises(AssertionError) as caught:
+        exec("\n".join(kept), fresh())
+    return str(caught.value)
 
 
 def megatron(
@@ -220,13 +288,50 @@ def test_by_rank_prints_what_is_shown(ranks: Pool) -> None:
     assert run(ranks, "by-rank", by_rank) == [shown, shown]
 
 
-def attribution() -> tuple[list[int], dict[str, int]]:
-    names = after("attribution")
-    counts = names["clipper"].counters().items()
-    return names["guilty"], {name: int(count) for name, count in counts}
+def whose(title: str) -> tuple[list[int], dict[str, int]]:
+    names = after(title)
+    return names["guilty"], counted(names)
 
 
-def test_attribution(ranks: Pool) -> None:
-    for guilty, counts in run(ranks, "attribution", attribution):
+@pytest.mark.parametrize("title", ["losses", "attribution"])
+def test_whose_batch_it_was(ranks: Pool, title: str) -> None:
+    for guilty, counts in run(ranks, title, whose, title):
         assert guilty == [1]
         assert (counts["steps"], counts["skipped"]) == (4, 1)
+
+
+def stepped(names: dict[str, Any], step: int) -> float:
+    """The norm of a step with the batches of 4 shares, as many on each rank."""
+    shares = range(dist.get_rank(), 4, dist.get_world_size())
+    batches = zip(*(names["batch_of"](step, share) for share in shares), strict=True)
+    inputs, targets = (torch.cat(parts) for parts in batches)
+    names["optimizer"].zero_grad()
+    names["loss_fn"](names["model"](inputs), targets).backward()
+    norm: float = names["clipper"].step(names["optimizer"]).total_norm.item()
+    return norm
+
+
+def saved(folder: str) -> tuple[dict[str, Any], float, set[str]]:
+    names = after("checkpoint")
+    for step in range(3):
+        stepped(names, step)
+    names["save"](folder)
+    parameters = {name for name, _ in names["model"].named_parameters()}
+    return names["clipper"].state_dict(), stepped(names, 3), parameters
+
+
+def loaded(folder: str) -> tuple[dict[str, Any], float]:
+    names = after("checkpoint")
+    names["load"](folder)
+    return names["clipper"].state_dict(), stepped(names, 3)
+
+
+def test_checkpoint_for_another_number_of_ranks(ranks: Pool, tmp_path: Path) -> None:
+    before = run(ranks, "checkpoint", saved, str(tmp_path))
+    answers = ranks.run(2, loaded, str(tmp_path))
+    state, norm, parameters = before[0]
+    assert set(state["state"]) == parameters
+    assert all(each == before[0] for each in before)
+    for each, found in answers:
+        assert each == state
+        assert found == pytest.approx(norm, rel=1e-5)
