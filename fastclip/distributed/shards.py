@@ -8,7 +8,7 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from types import NoneType
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -17,19 +17,11 @@ from torch.distributed.tensor import DTensor
 
 from fastclip import table as tables
 from fastclip.distributed import combine, units
-from fastclip.distributed.combine import (
-    COUNTED,
-    OWNER,
-    PRESENT,
-    Contributions,
-    Gathered,
-    Weights,
-)
+from fastclip.distributed.combine import Contributions, Gathered, Weights
 from fastclip.distributed.layouts import (
     Layout,
     Layouts,
     PartialOf,
-    World,
     default_group,
     facts_of,
     local_of,
@@ -38,27 +30,12 @@ from fastclip.distributed.layouts import (
     reduced_part,
     world,
 )
-from fastclip.rules.contract import Measured
+from fastclip.distributed.plans import Gathering, OnDevice, index, planned, sent, weights_of
+
+if TYPE_CHECKING:
+    from fastclip.rules.contract import Measured
 
 LISTS = 16  # that are kept
-
-
-class OnDevice(NamedTuple):
-    """What a collective needs there at every step."""
-
-    members: Tensor  # int64
-    packed: Tensor  # what is sent, with all members present and nothing in their rows
-
-
-class Gathering(NamedTuple):
-    """One collective: the processes, and the places of a list whose rows it combines."""
-
-    ranks: tuple[int, ...]
-    group: dist.ProcessGroup | None  # None: the default one, which no cache may keep alive
-    members: list[int]
-    flags: list[int]  # of members that are present
-    on_device: dict[torch.device, OnDevice]
-    weights: list[Weights]  # of the last step on the CPU, if any
 
 
 class Known(NamedTuple):
@@ -129,7 +106,7 @@ class Spread:
             flag = combine.any_of(flag, gathering.group or default_group())
         return flag
 
-    def with_units(self, measured: Measured, parameters: Sequence[Tensor]) -> Measured:
+    def with_units(self, measured: "Measured", parameters: Sequence[Tensor]) -> "Measured":
         """`measured` with the `whole_units` of its gradients and `parameters`, those of the rows.
         Errors as in `units.of_whole` and `combine`.
 
@@ -152,11 +129,11 @@ class Spread:
         ]
         if rows:
             mine, own = zip(*rows, strict=True)
-            every[_index(own, columns.device)] = columns[_index(mine, columns.device)]
+            every[index(own, columns.device)] = columns[index(mine, columns.device)]
         for gathering in self._plan():
-            members = _index(gathering.members, columns.device)
+            members = index(gathering.members, columns.device)
             every[members] = combine.least_of(every[members], gathering.group or default_group())
-        return every if self.rows is None else every[_index(self.rows, columns.device)]
+        return every if self.rows is None else every[index(self.rows, columns.device)]
 
     def take_part(self, device: torch.device, p: float) -> None:
         """Exchange tables although this process could not measure, and let the others know."""
@@ -176,13 +153,13 @@ class Spread:
         places = table
         if self.rows is not None:
             places = tables.empty(p, len(self.numel), table.device)
-            places[_index(self.rows, table.device)] = table
+            places[index(self.rows, table.device)] = table
         plan = self._plan()
         failed: list[int] = []
         every = [self._exchange(gathering, places, failed) for gathering in plan]
         for gathered in every:
             gathered.settle("all processes of a mesh need the same parameters in the same order")
-        weights = list(map(_weights, plan, every))
+        weights = list(map(weights_of, plan, every))
         parts = [
             combine.combine(gathered.tables, of.counted, p, of.all_count)
             for gathered, of in zip(every, weights, strict=True)
@@ -195,7 +172,7 @@ class Spread:
             for gathering, part in zip(plan, parts, strict=True):
                 whole[self._on_device(gathering, table.device).members] = part
         if self.rows is not None:
-            rows = _index(self.rows, table.device)
+            rows = index(self.rows, table.device)
             whole = whole[rows]
             held = Contributions(held.ranks, held.tables[:, rows], held.present[rows])
         return whole, held
@@ -222,7 +199,7 @@ class Spread:
         if device not in gathering.on_device:
             blank = tables.empty(2, len(gathering.members), device)
             packed = combine.pack(blank, gathering.flags, self.checksum)
-            gathering.on_device[device] = OnDevice(_index(gathering.members, device), packed)
+            gathering.on_device[device] = OnDevice(index(gathering.members, device), packed)
         return gathering.on_device[device]
 
     def _contributions(
@@ -234,7 +211,7 @@ class Spread:
         ranks = tuple(sorted({me, *(rank for gathered in every for rank in gathered.ranks)}))
         held = tables.empty(p, len(ranks) * n, device).view(len(ranks), n, tables.COLUMNS)
         held[ranks.index(me)] = places
-        present = _sent(torch.tensor(self.present, device="cpu"), device)
+        present = sent(torch.tensor(self.present, device="cpu"), device)
         for gathering, gathered, of in zip(self._plan(), every, weights, strict=True):
             members = self._on_device(gathering, device).members
             present[members] = of.present
@@ -245,7 +222,7 @@ class Spread:
     def _plan(self) -> list[Gathering]:
         """The collectives, in the order in which their processes first come in the list."""
         if not self.plan:
-            self.plan.extend(_planned(self.layouts, self.alone, world()))
+            self.plan.extend(planned(self.layouts, self.alone, world()))
         return self.plan
 
 
@@ -351,74 +328,3 @@ def _looked_at(
         spread.numel.append(numel)
         spread.present.append(True)
     return spread
-
-
-def _planned(layouts: Sequence[Layout | None], alone: bool, kept: World) -> list[Gathering]:
-    """A collective for each set of processes that is part of no other, in the order of the list.
-
-    What lies on smaller meshes rides along, as replicas of what the other processes have on theirs
-    (of a mesh for FSDP and tensor parallelism, some tensors are on the part for FSDP alone): the
-    first of these meshes counts. So do tensors that are no DTensors, each process a mesh to itself.
-    With `alone`, there is a collective for each mesh, and what is no DTensor is the process's own.
-    """
-    firsts: dict[tuple[int, ...], Layout] = {}
-    for layout in layouts:
-        if layout is not None and layout.ranks:
-            firsts.setdefault(layout.ranks, layout)
-    plan = {
-        ranks: Gathering(ranks, _group(layout, kept), [], [], {}, [])
-        for ranks, layout in firsts.items()
-        if len(ranks) > 1 and (alone or not any(set(ranks) < set(other) for other in firsts))
-    }
-    if not plan:  # a process outside all the meshes
-        return []
-    largest = max(plan.values(), key=lambda gathering: len(gathering.ranks))
-    for place, layout in enumerate(layouts):
-        ranks = (dist.get_rank(),) if layout is None else layout.ranks
-        hosts = [gathering for gathering in plan.values() if set(ranks) <= set(gathering.ranks)]
-        if alone:
-            hosts = [gathering for gathering in hosts if layout and ranks == gathering.ranks]
-        if not hosts:
-            continue
-        host = largest if layout is None else plan.get(ranks, hosts[0])
-        host.members.append(place)
-        counted = layout is None or layout.counted
-        host.flags.append(PRESENT + COUNTED * counted + OWNER * (1 + min(ranks, default=-1)))
-    return list(plan.values())
-
-
-def _weights(gathering: Gathering, gathered: Gathered) -> Weights:
-    """Those of the last step while the flags are the same, if to compare them is not to wait."""
-    if gathered.flags.device.type != "cpu":
-        return gathered.weights()
-    if not gathering.weights or not torch.equal(gathering.weights[0].flags, gathered.flags):
-        gathering.weights[:] = [gathered.weights()]
-    return gathering.weights[0]
-
-
-def _group(layout: Layout, kept: World) -> dist.ProcessGroup | None:
-    """The process group of all processes of a mesh."""
-    ranks = layout.ranks
-    if len(ranks) == dist.get_world_size():
-        if layout.mesh.ndim > 1 or layout.mesh.get_group() is default_group():
-            return None
-    if layout.mesh.ndim == 1:
-        group = layout.mesh.get_group()
-        kept.in_use.append(group)
-        return group
-    if ranks not in kept.groups:
-        # Made by its members alone: the others may have no such mesh.
-        group = dist.new_group(list(ranks), use_local_synchronization=True)
-        kept.groups[ranks] = group
-        kept.in_use.append(group)
-    return kept.groups[ranks]
-
-
-def _index(places: Sequence[int], device: torch.device) -> Tensor:
-    return _sent(torch.tensor(places, dtype=torch.int64, device="cpu"), device)
-
-
-def _sent(tensor: Tensor, device: torch.device) -> Tensor:
-    if device.type == "cuda":
-        tensor = tensor.pin_memory()  # else the copy waits for the device
-    return tensor.to(device, non_blocking=True)

@@ -13,7 +13,8 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 import fastclip
 from fastclip.distributed.combine import COUNTED, OWNER, PRESENT
 from fastclip.distributed.layouts import Layouts
-from fastclip.distributed.shards import LISTS, Gathering, Spread
+from fastclip.distributed.plans import Gathering
+from fastclip.distributed.shards import LISTS, Spread
 from fastclip.gradients import Listed
 
 ME = 2

@@ -1,0 +1,43 @@
+"""Gradients that are sums still to be made: jobs for ranks."""
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor, Partial, Replicate, distribute_tensor
+
+import fastclip
+from fastclip import GradClipper
+from tests.distributed import layouts
+
+
+def parameter(size: int, dtype: torch.dtype = torch.float32) -> nn.Parameter:
+    over = layouts.mesh(dist.get_world_size())
+    return nn.Parameter(distribute_tensor(torch.zeros(size, dtype=dtype), over, [Replicate()]))
+
+
+def summand(local: Tensor, kind: str) -> nn.Parameter:
+    """With a gradient of which this rank has that part."""
+    made = parameter(len(local), local.dtype)
+    assert isinstance(made, DTensor)
+    made.grad = DTensor.from_local(local, made.device_mesh, [Partial(kind)])
+    return made
+
+
+def overflowing(kind: str) -> tuple[float, float, list[int]]:
+    """The norm of a gradient of 4 elements whose parts are 30000 and 45056 in float16, the
+    coefficient that clips it to 1 under "zero", and the counts of NaN and inf."""
+    local = torch.full((4,), (30000.0, 45056.0)[dist.get_rank()], dtype=torch.float16)
+    made = summand(local, kind)
+    stats = GradClipper([("w", made)], 1.0, nonfinite="zero").clip_()
+    layer = stats.layers()[0]
+    return stats.total_norm.item(), float(stats.coef), [layer.nan, layer.inf]
+
+
+def in_bfloat16() -> tuple[float, float]:
+    """The norm of a sum of bfloat16 parts, and that of the sum in float64."""
+    local = layouts.normal(7 + dist.get_rank(), 999).bfloat16()
+    whole = local.double()
+    dist.all_reduce(whole)
+    return fastclip.grad_stats(
+        [("w", summand(local, "sum"))]
+    ).total_norm.item(), whole.norm().item()

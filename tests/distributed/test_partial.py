@@ -1,0 +1,19 @@
+"""Gradients that are sums still to be made."""
+
+import pytest
+
+from tests.distributed import partial
+from tests.distributed.ranks import Pool
+
+
+@pytest.mark.parametrize(("kind", "norm"), [("sum", 150112.0), ("avg", 75056.0)])
+def test_sums_are_wider_than_their_parts(ranks: Pool, kind: str, norm: float) -> None:
+    for total, coef, counts in ranks.run(2, partial.overflowing, kind):
+        assert total == norm
+        assert coef == pytest.approx(1 / norm, rel=1e-6)
+        assert counts == [0, 0]
+
+
+def test_the_norm_of_a_sum_of_bfloat16_parts(ranks: Pool) -> None:
+    for total, expected in ranks.run(2, partial.in_bfloat16):
+        assert total == pytest.approx(expected, rel=1e-6)
