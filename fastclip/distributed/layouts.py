@@ -30,6 +30,7 @@ class Layout(NamedTuple):
     mesh: DeviceMesh
     placements: Placements
     ranks: tuple[int, ...]  # of the mesh, sorted; none where this process is not one of them
+    of_mesh: tuple[int, ...]  # the same, there too
     counted: bool  # whether the part of this process is, or is a replica of one that is
     reduced: Placements | None  # in which a partial gradient is measured
     divisor: int  # what its sum is divided by
@@ -54,6 +55,8 @@ class World:
     lists: "list[Known]" = field(default_factory=list)  # the last one used first
     groups: dict[tuple[int, ...], dist.ProcessGroup] = field(default_factory=dict)
     in_use: list[dist.ProcessGroup] = field(default_factory=list)  # those and the meshes' own
+    # ranks, rows and checksums that the ranks have told each other of
+    met: set[tuple[tuple[int, ...], int, int]] = field(default_factory=set)
 
 
 _worlds: "WeakKeyDictionary[dist.ProcessGroup, World]" = WeakKeyDictionary()
@@ -102,17 +105,17 @@ def _layout(source: DTensor, kept: World) -> Layout | None:
 
 def _made(mesh: DeviceMesh, placements: Placements, reduced: Placements | None) -> Layout:
     place, divisor = mesh.get_coordinate(), 1
+    ranks = tuple(sorted(mesh.mesh.flatten().tolist()))
     for dim, placement in enumerate(placements):
         if isinstance(placement, Partial) and placement.reduce_op == "avg":
             divisor *= mesh.size(dim)
     if place is None:
-        return Layout(mesh, placements, (), False, reduced, divisor)
+        return Layout(mesh, placements, (), ranks, False, reduced, divisor)
     counted = all(
         number == 0 or not isinstance(placement, Replicate)
         for number, placement in zip(place, reduced or placements, strict=True)
     )
-    ranks = tuple(sorted(mesh.mesh.flatten().tolist()))
-    return Layout(mesh, placements, ranks, counted, reduced, divisor)
+    return Layout(mesh, placements, ranks, ranks, counted, reduced, divisor)
 
 
 def _reducible(mesh: DeviceMesh, placements: Placements, dims: int) -> Placements | None:
@@ -205,7 +208,8 @@ def world() -> World:
     if kept is None or not all(map(_is_there, kept.in_use)):
         groups = {} if kept is None else kept.groups
         groups = {ranks: each for ranks, each in groups.items() if _is_there(each)}
-        kept = _worlds[group] = World(groups=groups, in_use=[*groups.values()])
+        met = set() if kept is None else kept.met  # as the others have it, who may keep all
+        kept = _worlds[group] = World(groups=groups, in_use=[*groups.values()], met=met)
     return kept
 
 

@@ -7,8 +7,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from fastclip.distributed.combine import COUNTED, OWNER, PRESENT, Gathered, Weights
-from fastclip.distributed.layouts import Layout, World, default_group
+from fastclip.distributed import combine
+from fastclip.distributed.combine import COUNTED, OWNER, PRESENT, Gathered, Weights, said
+from fastclip.distributed.layouts import Layout, World, default_group, world
 
 
 class OnDevice(NamedTuple):
@@ -51,7 +52,8 @@ def planned(layouts: Sequence[Layout | None], alone: bool, kept: World) -> list[
     largest = max(plan.values(), key=lambda gathering: len(gathering.ranks))
     for place, layout in enumerate(layouts):
         ranks = (dist.get_rank(),) if layout is None else layout.ranks
-        hosts = [gathering for gathering in plan.values() if set(ranks) <= set(gathering.ranks)]
+        whole = set(ranks if layout is None else layout.of_mesh)
+        hosts = [gathering for gathering in plan.values() if whole <= set(gathering.ranks)]
         if alone:
             hosts = [gathering for gathering in hosts if layout and ranks == gathering.ranks]
         if not hosts:
@@ -61,6 +63,51 @@ def planned(layouts: Sequence[Layout | None], alone: bool, kept: World) -> list[
         counted = layout is None or layout.counted
         host.flags.append(PRESENT + COUNTED * counted + OWNER * (1 + min(ranks, default=-1)))
     return list(plan.values())
+
+
+def first_stray(
+    layouts: Sequence[Layout | None], plan: Sequence[Gathering]
+) -> tuple[int, str] | None:
+    """The first place of which this process would never hear, and what is wrong with that."""
+    hosted = {place for gathering in plan for place in gathering.members}
+    for place, layout in enumerate(layouts):
+        if layout is not None and place not in hosted and len(layout.of_mesh) > 1:
+            return place, (
+                f" is a DTensor on a mesh of {said(layout.of_mesh)}, which rank {dist.get_rank()} "
+                "is not one of, and no mesh of the list has them all: every process would have "
+                "another total norm. Take a GradClipper with a process_group of all ranks"
+            )
+    return None
+
+
+def meet(plan: Sequence[Gathering], checksum: int, what: str, error: str | None) -> None:
+    """The members of each collective tell each other what they are about to exchange, once.
+
+    Raises `RuntimeError` on all that hear of lists which differ, or of a process with an `error`
+    of its own, which raises it; what is wrong in one collective is passed on in the next.
+    """
+    met = world().met
+    heard = 0 if error is None else dist.get_rank() + 1  # one over a rank in trouble
+    for gathering in plan:
+        known = (gathering.ranks, len(gathering.members), checksum)
+        if known in met and not heard:
+            continue
+        every = combine.told([*known[1:], heard], gathering.group or default_group())
+        ranks = dist.get_process_group_ranks(gathering.group or default_group())
+        for rank, (*own, trouble) in zip(ranks, every, strict=True):
+            if trouble:
+                heard = heard or trouble
+                error = error or (
+                    f"rank {trouble - 1} has another list of gradients than other ranks, or one on "
+                    "meshes that do not go together, and says more"
+                )
+            elif own != every[0][:-1]:
+                heard = heard or rank + 1
+                error = error or f"{what}, but rank {rank} has others than rank {ranks[0]}"
+        if not heard:
+            met.add(known)
+    if error is not None:
+        raise RuntimeError(f"{error}. No gradient has been changed")
 
 
 def weights_of(gathering: Gathering, gathered: Gathered) -> Weights:

@@ -41,3 +41,22 @@ def in_bfloat16() -> tuple[float, float]:
     return fastclip.grad_stats(
         [("w", summand(local, "sum"))]
     ).total_norm.item(), whole.norm().item()
+
+
+def summand_on_some(having: list[int], further: bool) -> tuple[list[str], float]:
+    """By call, the error where these ranks alone have a partial gradient; and a norm afterwards."""
+    texts = []
+    for call in (fastclip.clip_grad_norm_, GradClipper):
+        made = summand(torch.ones(6), "sum")
+        if dist.get_rank() not in having:
+            made.grad = None
+        named: layouts.Named = [("w", made)]
+        if further:
+            named.append(("all", summand(torch.ones(3), "sum")))
+        try:
+            result = call(named, 1.0)
+            if isinstance(result, GradClipper):
+                result.clip_()
+        except RuntimeError as error:
+            texts.append(str(error))
+    return texts, fastclip.clip_grad_norm_([summand(torch.ones(4), "sum")], 1.0).item()

@@ -17,3 +17,15 @@ def test_sums_are_wider_than_their_parts(ranks: Pool, kind: str, norm: float) ->
 def test_the_norm_of_a_sum_of_bfloat16_parts(ranks: Pool) -> None:
     for total, expected in ranks.run(2, partial.in_bfloat16):
         assert total == pytest.approx(expected, rel=1e-6)
+
+
+@pytest.mark.parametrize("further", [False, True], ids=["one", "two"])
+def test_a_summand_that_some_ranks_lack_is_an_error_on_all(ranks: Pool, further: bool) -> None:
+    for texts, afterwards in ranks.run(4, partial.summand_on_some, [0, 3], further):
+        assert len(texts) == 2
+        for text in texts:
+            assert text.startswith(
+                "gradient 'w' is a partial DTensor, to be summed over ranks 0-3, but ranks 1, 2 "
+                "have no summand"
+            )
+        assert afterwards == 8.0

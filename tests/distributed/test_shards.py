@@ -12,8 +12,8 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 import fastclip
 from fastclip.distributed.combine import COUNTED, OWNER, PRESENT
-from fastclip.distributed.layouts import Layouts
-from fastclip.distributed.plans import Gathering
+from fastclip.distributed.layouts import Layouts, world
+from fastclip.distributed.plans import Gathering, planned
 from fastclip.distributed.shards import LISTS, Spread
 from fastclip.gradients import Listed
 
@@ -44,7 +44,7 @@ def on(mesh: DeviceMesh, *placements: Placement, shape: tuple[int, ...] = (2, 3)
 def plan_of(*gradients: Tensor | None, alone: bool = False) -> list[Gathering]:
     spread = Listed(list(gradients), None, (), alone).spread
     assert spread is not None
-    return spread._plan()
+    return planned(spread.layouts, spread.alone, world())
 
 
 def seen(plan: list[Gathering]) -> list[tuple[tuple[int, ...], list[int], list[int]]]:
@@ -226,7 +226,9 @@ def test_what_is_known_is_not_used_for_other_gradients(
     change(parameters)
     after = spread_of(parameters)
     assert (after.numel, after.present) == (numel, present)
-    assert seen(after._plan()) == [((0, 1, 2, 3), [*range(len(numel))], [OWNER + f for f in flags])]
+    assert seen(planned(after.layouts, False, world())) == [
+        ((0, 1, 2, 3), [*range(len(numel))], [OWNER + f for f in flags])
+    ]
     assert sorted(after.partial) == ([1] if change is partial else [])
     assert (before.numel, before.present) == ([24, 24], [True, True])
 
