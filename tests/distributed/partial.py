@@ -3,7 +3,8 @@
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor, Partial, Replicate, distribute_tensor
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
 
 import fastclip
 from fastclip import GradClipper
@@ -60,3 +61,36 @@ def summand_on_some(having: list[int], further: bool) -> tuple[list[str], float]
         except RuntimeError as error:
             texts.append(str(error))
     return texts, fastclip.clip_grad_norm_([summand(torch.ones(4), "sum")], 1.0).item()
+
+
+def permuted(kind: str, length: int) -> tuple[float, float]:
+    """The norm of a gradient on a mesh whose ranks are not in order, and that of all of it."""
+    mesh = DeviceMesh("cpu", [[3, 1], [0, 2]])
+    local = layouts.normal(3 + dist.get_rank(), length)
+    whole = local.double()
+    dist.all_reduce(whole)
+    made = DTensor.from_local(local, mesh, [Partial(kind), Partial(kind)])
+    mean = whole / (4 if kind == "avg" else 1)
+    return fastclip.grad_stats([("w", with_grad(made))]).total_norm.item(), mean.norm().item()
+
+
+def with_grad(grad: DTensor) -> nn.Parameter:
+    mesh, zeros = grad.device_mesh, torch.zeros(grad.shape)
+    made = nn.Parameter(DTensor.from_local(zeros, mesh, [Replicate()] * mesh.ndim))
+    made.grad = grad
+    return made
+
+
+def of_new_groups() -> list[float]:
+    """The norms of gradients on equal meshes, whose groups replace each other."""
+    norms = []
+    for number in range(3):
+        group = dist.new_group([0, 1])
+        mesh = DeviceMesh.from_group(group, "cpu")
+        local = torch.full((4,), 1.0 + number)
+        made = with_grad(DTensor.from_local(local.clone(), mesh, [Partial()]))
+        norms.append(fastclip.clip_grad_norm_([made], 1.0).item())
+        norms.append(fastclip.get_total_norm([DTensor.from_local(local, mesh, [Shard(0)])]).item())
+        if number == 0:
+            dist.destroy_process_group(group)
+    return norms

@@ -29,3 +29,15 @@ def test_a_summand_that_some_ranks_lack_is_an_error_on_all(ranks: Pool, further:
                 "have no summand"
             )
         assert afterwards == 8.0
+
+
+@pytest.mark.parametrize("length", [4, 5, 7])
+@pytest.mark.parametrize("kind", ["sum", "avg"])
+def test_a_mesh_whose_ranks_are_not_in_order(ranks: Pool, kind: str, length: int) -> None:
+    for total, expected in ranks.run(4, partial.permuted, kind, length):
+        assert total == pytest.approx(expected, rel=1e-6)
+
+
+def test_equal_meshes_of_other_groups(ranks: Pool) -> None:
+    for norms in ranks.run(2, partial.of_new_groups):
+        assert norms == pytest.approx([4, 8**0.5, 8, 32**0.5, 12, 72**0.5], rel=1e-6)

@@ -272,3 +272,12 @@ def test_partial_elements_are_not_clamped() -> None:
     with pytest.raises(TypeError, match=r"^the gradient at position 0 is a DTensor .* clamped"):
         fastclip.clip_grad_value_([parameter], 0.5)
     assert parameter.grad.to_local().equal(torch.ones(2, 3))
+
+
+def test_equal_meshes_of_other_groups_have_each_its_own() -> None:
+    ranks = (0, ME)
+    groups = [dist.new_group(ranks) for _ in range(2)]
+    meshes = [DeviceMesh.from_group(group, "cpu") for group in groups]
+    assert meshes[0] == meshes[1]
+    plans = [plan_of(on(mesh, Shard(0))) for mesh in meshes]
+    assert [gathering.group for (gathering,) in plans] == groups
