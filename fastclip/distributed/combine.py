@@ -99,20 +99,39 @@ class Gathered(NamedTuple):
                     "has been changed"
                 )
 
-    def settle(self, what: str) -> None:
-        """Both. Where reading the header would wait for the device, the tables become not finite,
-        so that no process clips or steps, and `raise_overdue` raises the error in the next call.
+    def refuse_unreduced(self, labels: Sequence[str]) -> None:
+        """Raise `RuntimeError` if some processes wait to reduce a row that others cannot. `labels`
+        are what errors call the rows. Waits for the device."""
+        waiting = self.flags < 0
+        if not waiting.any():
+            return
+        for row in (waiting.any(0) & ~waiting.all(0)).nonzero()[:, 0].tolist():
+            others = [
+                rank for rank, waits in zip(self.ranks, waiting[:, row], strict=True) if not waits
+            ]
+            raise RuntimeError(
+                f"{labels[row]} is a partial DTensor, to be summed over {said(self.ranks)}, but "
+                f"{said(others)} have no summand: give them one of zeros, or reduce it before. No "
+                "gradient has been changed"
+            )
+
+    def settle(self, what: str, labels: Sequence[str] = ()) -> None:
+        """All three. Where reading the header would wait for the device, the tables become not
+        finite, so that no process clips or steps; `raise_overdue` raises the error in the next
+        call.
         """
         if self.header.device.type == "cpu":
             self.refuse_failed()
             self.refuse_different(what)
+            self.refuse_unreduced(labels)
             return
         wrong = (self.header[:, FAILED] > 0) | (self.header != self.header[0])[:, CHECKSUM]
-        unknown = wrong.any()
+        waiting = self.flags < 0
+        unknown = wrong.any() | (waiting.any(0) & ~waiting.all(0)).any()
         self.tables[:, :, tables.NAN] += unknown.to(torch.float64)
         # a norm clips where nobody looks at the counts
         self.tables[:, :, tables.POWER].masked_fill_(unknown, math.nan)
-        _overdue.append(_Overdue.of(self, what))
+        _overdue.append(_Overdue.of(self, what, labels))
 
 
 class _Overdue(NamedTuple):
@@ -121,15 +140,16 @@ class _Overdue(NamedTuple):
     gathered: Gathered
     arrived: torch.Event
     what: str
+    labels: Sequence[str] = ()
 
     @classmethod
-    def of(cls, gathered: Gathered, what: str) -> "_Overdue":
+    def of(cls, gathered: Gathered, what: str, labels: Sequence[str]) -> "_Overdue":
         there = gathered.header
         header = torch.empty(there.shape, dtype=there.dtype, device="cpu", pin_memory=True)
         header.copy_(there, non_blocking=True)
         arrived = torch.Event(there.device)
         arrived.record()
-        return cls(gathered._replace(header=header), arrived, what)
+        return cls(gathered._replace(header=header), arrived, what, labels)
 
 
 _overdue: list[_Overdue] = []
@@ -139,9 +159,9 @@ def raise_overdue() -> None:
     """Raise what the headers of the last call say, on other devices than the CPU."""
     headers = _overdue.copy()
     _overdue.clear()  # at once: what one process raises in the next call, the others would not
-    for gathered, arrived, what in headers:
+    for gathered, arrived, what, labels in headers:
         arrived.synchronize()
-        gathered.settle(what)
+        gathered.settle(what, labels)
 
 
 def pack(table: Tensor, flags: Sequence[int], checksum: int, failed: int | None = None) -> Tensor:
@@ -169,7 +189,7 @@ def gather(packed: Tensor, group: dist.ProcessGroup) -> Gathered:
     ranks = tuple(dist.get_process_group_ranks(group))
     sent = packed.to(_served(group, packed.device))
     received = sent.new_empty(len(ranks) * len(sent), sent.shape[1])
-    with _naming(ranks):
+    with naming(ranks):
         _all_gather(received, sent, group=group)
     every = received.view(len(ranks), *sent.shape).to(packed.device)
     rows = every[:, HEADER:]
@@ -201,13 +221,25 @@ def least_of(x: Tensor, group: dist.ProcessGroup) -> Tensor:
 
 def _reduced(x: Tensor, by: dist.ReduceOp.RedOpType, group: dist.ProcessGroup) -> Tensor:
     reduced = x.to(_served(group, x.device), copy=True)
-    with _naming(dist.get_process_group_ranks(group)):
+    with naming(dist.get_process_group_ranks(group)):
         dist.all_reduce(reduced, by, group=group)
     return reduced.to(x.device)
 
 
+def told(numbers: Sequence[int], group: dist.ProcessGroup) -> list[list[int]]:
+    """What each process of `group` tells of itself, whole numbers under 2**53. Waits."""
+    ranks = dist.get_process_group_ranks(group)
+    own = torch.tensor(numbers, dtype=torch.float64, device="cpu")
+    own = own.to(_served(group, own.device))
+    received = own.new_empty(len(ranks) * len(own))
+    with naming(ranks):
+        _all_gather(received, own, group=group)
+    return [list(map(int, row)) for row in received.view(len(ranks), -1).tolist()]
+
+
 @contextmanager
-def _naming(ranks: Sequence[int]) -> Iterator[None]:
+def naming(ranks: Sequence[int]) -> Iterator[None]:
+    """Errors of a collective name its processes."""
     try:
         yield
     except RuntimeError as error:

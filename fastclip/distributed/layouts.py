@@ -20,6 +20,7 @@ if TYPE_CHECKING:
 LINEAR = frozenset({"sum", "avg"})  # kinds of Partial that a coefficient passes through
 
 Placements = tuple[Placement, ...]
+Key = tuple[DeviceMesh, tuple[str, ...], Placements]  # equal meshes may have other groups
 
 _FACTS = attrgetter("_spec.mesh", "_spec.placements", "_spec.tensor_meta")
 
@@ -30,6 +31,7 @@ class Layout(NamedTuple):
     mesh: DeviceMesh
     placements: Placements
     ranks: tuple[int, ...]  # of the mesh, sorted; none where this process is not one of them
+    of_mesh: tuple[int, ...]  # the same, there too
     counted: bool  # whether the part of this process is, or is a replica of one that is
     reduced: Placements | None  # in which a partial gradient is measured
     divisor: int  # what its sum is divided by
@@ -49,11 +51,13 @@ class World:
     """What is kept for as long as the default process group."""
 
     # None: of partial ones, which are by number of dimensions as well
-    layouts: dict[tuple[DeviceMesh, Placements], Layout | None] = field(default_factory=dict)
-    partial: dict[tuple[DeviceMesh, Placements, int], Layout] = field(default_factory=dict)
+    layouts: dict[Key, Layout | None] = field(default_factory=dict)
+    partial: dict[tuple[Key, int], Layout] = field(default_factory=dict)
     lists: "list[Known]" = field(default_factory=list)  # the last one used first
     groups: dict[tuple[int, ...], dist.ProcessGroup] = field(default_factory=dict)
     in_use: list[dist.ProcessGroup] = field(default_factory=list)  # those and the meshes' own
+    # ranks, rows and checksums that the ranks have told each other of
+    met: set[tuple[tuple[int, ...], int, int]] = field(default_factory=set)
 
 
 _worlds: "WeakKeyDictionary[dist.ProcessGroup, World]" = WeakKeyDictionary()
@@ -81,43 +85,51 @@ class Layouts:
 
 def _layout(source: DTensor, kept: World) -> Layout | None:
     spec = source._spec
-    key = (spec.mesh, spec.placements)
+    key = (spec.mesh, _groups(spec.mesh), spec.placements)
     if key not in kept.layouts:
         partial = any(
             placement.is_partial() and spec.mesh.size(dim) > 1
             for dim, placement in enumerate(spec.placements)
         )
-        kept.layouts[key] = None if partial else _made(*key, None)
+        kept.layouts[key] = None if partial else _made(spec.mesh, spec.placements, None)
     layout = kept.layouts[key]
     if layout is not None:
         return layout
-    of_dims = (*key, source.dim())
+    of_dims = (key, source.dim())
     if of_dims not in kept.partial:
         reduced = _reducible(spec.mesh, spec.placements, source.dim())
         if reduced is None:
             return None
-        kept.partial[of_dims] = _made(*key, reduced)
+        kept.partial[of_dims] = _made(spec.mesh, spec.placements, reduced)
     return kept.partial[of_dims]
+
+
+def _groups(mesh: DeviceMesh) -> tuple[str, ...]:
+    """The names of a mesh's groups; none where this process is not one of it."""
+    return tuple(getattr(mesh, "_dim_group_names", ()))
 
 
 def _made(mesh: DeviceMesh, placements: Placements, reduced: Placements | None) -> Layout:
     place, divisor = mesh.get_coordinate(), 1
+    ranks = tuple(sorted(mesh.mesh.flatten().tolist()))
     for dim, placement in enumerate(placements):
         if isinstance(placement, Partial) and placement.reduce_op == "avg":
             divisor *= mesh.size(dim)
     if place is None:
-        return Layout(mesh, placements, (), False, reduced, divisor)
+        return Layout(mesh, placements, (), ranks, False, reduced, divisor)
     counted = all(
         number == 0 or not isinstance(placement, Replicate)
         for number, placement in zip(place, reduced or placements, strict=True)
     )
-    ranks = tuple(sorted(mesh.mesh.flatten().tolist()))
-    return Layout(mesh, placements, ranks, counted, reduced, divisor)
+    return Layout(mesh, placements, ranks, ranks, counted, reduced, divisor)
 
 
 def _reducible(mesh: DeviceMesh, placements: Placements, dims: int) -> Placements | None:
     """The placements with the partial ones reduced: sharded along a dimension that nothing else
     shards, where there is one, else replicated. None if one of them is not linear."""
+    ranks = mesh.mesh.flatten().tolist()
+    # a reduce-scatter goes by the order of ranks in the group, which then is not the mesh's
+    dims = dims if ranks == sorted(ranks) else 0
     free = [dim for dim in range(dims) if not any(each.is_shard(dim) for each in placements)]
     reduced: list[Placement] = []
     for number, placement in enumerate(placements):
@@ -161,26 +173,28 @@ def reduced_part(stored: Tensor, partial: PartialOf) -> Tensor:
     layout = partial.layout
     if not layout.ranks:
         return stored
-    # As a sum: gloo has no averages.
+    # As a sum: gloo has no averages. In at least float32, and divided first, so that what has an
+    # average has one here; a sum in bfloat16 is 3e-4 off.
     placements = [Partial() if each.is_partial() else each for each in layout.placements]
-    local = stored.detach().expand(partial.local)
+    local = stored.detach().to(torch.promote_types(stored.dtype, torch.float32)) / layout.divisor
     whole = DTensor.from_local(
-        *(local, layout.mesh, placements),
+        *(local.expand(partial.local), layout.mesh, placements),
         run_check=False,
         shape=partial.shape,
         stride=partial.stride,
     )
-    part = local_of(whole.redistribute(layout.mesh, layout.reduced))
-    return part if layout.divisor == 1 else part / layout.divisor
+    return local_of(whole.redistribute(layout.mesh, layout.reduced))
 
 
 def facts_of(sources: Sequence[Tensor | None]) -> list[object]:
     """All that a list's layouts follow from, to be compared with those of another call: objects
     that do not change, and most of which are the same from step to step."""
-    return [
+    facts: list[object] = [
         _FACTS(each) if isinstance(each, DTensor) else None if each is None else each.shape
         for each in sources
     ]
+    meshes = {id(fact[0]): fact[0] for fact in facts if type(fact) is tuple}
+    return [*facts, *map(_groups, meshes.values())]
 
 
 def locals_of(sources: Sequence[Tensor | None]) -> list[Tensor | None]:
@@ -205,7 +219,8 @@ def world() -> World:
     if kept is None or not all(map(_is_there, kept.in_use)):
         groups = {} if kept is None else kept.groups
         groups = {ranks: each for ranks, each in groups.items() if _is_there(each)}
-        kept = _worlds[group] = World(groups=groups, in_use=[*groups.values()])
+        met = set() if kept is None else kept.met  # as the others have it, who may keep all
+        kept = _worlds[group] = World(groups=groups, in_use=[*groups.values()], met=met)
     return kept
 
 

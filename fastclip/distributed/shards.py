@@ -8,7 +8,7 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from types import NoneType
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -17,19 +17,11 @@ from torch.distributed.tensor import DTensor
 
 from fastclip import table as tables
 from fastclip.distributed import combine, units
-from fastclip.distributed.combine import (
-    COUNTED,
-    OWNER,
-    PRESENT,
-    Contributions,
-    Gathered,
-    Weights,
-)
+from fastclip.distributed.combine import Contributions, Gathered, Weights
 from fastclip.distributed.layouts import (
     Layout,
     Layouts,
     PartialOf,
-    World,
     default_group,
     facts_of,
     local_of,
@@ -38,27 +30,23 @@ from fastclip.distributed.layouts import (
     reduced_part,
     world,
 )
-from fastclip.rules.contract import Measured
+from fastclip.distributed.plans import (
+    Gathering,
+    OnDevice,
+    first_stray,
+    index,
+    meet,
+    planned,
+    sent,
+    weights_of,
+)
+
+if TYPE_CHECKING:
+    from fastclip.rules.contract import Measured
 
 LISTS = 16  # that are kept
 
-
-class OnDevice(NamedTuple):
-    """What a collective needs there at every step."""
-
-    members: Tensor  # int64
-    packed: Tensor  # what is sent, with all members present and nothing in their rows
-
-
-class Gathering(NamedTuple):
-    """One collective: the processes, and the places of a list whose rows it combines."""
-
-    ranks: tuple[int, ...]
-    group: dist.ProcessGroup | None  # None: the default one, which no cache may keep alive
-    members: list[int]
-    flags: list[int]  # of members that are present
-    on_device: dict[torch.device, OnDevice]
-    weights: list[Weights]  # of the last step on the CPU, if any
+SAME = "all processes of a mesh need the same parameters in the same order"
 
 
 class Known(NamedTuple):
@@ -66,6 +54,7 @@ class Known(NamedTuple):
     so it has the same `Spread`. Holds no gradients and no parameters."""
 
     alone: bool
+    of_parameters: bool
     names: tuple[str, ...]
     facts: list[object]
     spread: "Spread"
@@ -79,6 +68,7 @@ class Spread:
     """
 
     layouts: list[Layout | None]  # None: no DTensor
+    called: list[str]  # what errors call it
     numel: list[int]  # of the whole tensor
     present: list[bool]  # whether this process has it
     partial: dict[int, PartialOf]  # by place
@@ -98,15 +88,29 @@ class Spread:
     @torch.no_grad()
     def reduced(self, tensors: Sequence[Tensor]) -> dict[int, Tensor]:
         """By place, what to measure instead of the partial ones of `tensors`, which are those of
-        the rows: a reduced copy, of which every process has a part. One collective for each."""
+        the rows: a reduced copy, of which every process has a part. One collective for each,
+        after one that tells whether all processes are about to: `RuntimeError` if not."""
         if not self.partial:
             return {}
+        self._wait_to_reduce(tensors[0].device)
         of_place = zip(self.places(), tensors, strict=True)
         return {
-            place: reduced_part(tensor, self.partial[place])
+            place: _reduced(tensor, self.partial[place])
             for place, tensor in of_place
             if place in self.partial
         }
+
+    def _wait_to_reduce(self, device: torch.device) -> None:
+        """Exchange tables before there are any. A process that has nothing to reduce, or that could
+        not measure, comes with its own, and nobody is left waiting."""
+        combine.raise_overdue()
+        blank, failed = tables.empty(2, len(self.numel), device), list[int]()
+        plan = self._met()
+        every = [self._exchange(gathering, blank, failed, waits=True) for gathering in plan]
+        for gathering, gathered in zip(plan, every, strict=True):
+            gathered.refuse_failed()
+            gathered.refuse_different(SAME)
+            gathered.refuse_unreduced(self._called(gathering))
 
     def held(self, parameters: Sequence[Tensor]) -> list[Tensor]:
         """The parts of parameters that this process has."""
@@ -125,11 +129,11 @@ class Spread:
 
     def agree(self, flag: Tensor) -> Tensor:
         """Whether `flag`, 0-d bool, holds on any of the processes."""
-        for gathering in self._plan():
+        for gathering in self._met():
             flag = combine.any_of(flag, gathering.group or default_group())
         return flag
 
-    def with_units(self, measured: Measured, parameters: Sequence[Tensor]) -> Measured:
+    def with_units(self, measured: "Measured", parameters: Sequence[Tensor]) -> "Measured":
         """`measured` with the `whole_units` of its gradients and `parameters`, those of the rows.
         Errors as in `units.of_whole` and `combine`.
 
@@ -152,17 +156,17 @@ class Spread:
         ]
         if rows:
             mine, own = zip(*rows, strict=True)
-            every[_index(own, columns.device)] = columns[_index(mine, columns.device)]
-        for gathering in self._plan():
-            members = _index(gathering.members, columns.device)
+            every[index(own, columns.device)] = columns[index(mine, columns.device)]
+        for gathering in self._met():
+            members = index(gathering.members, columns.device)
             every[members] = combine.least_of(every[members], gathering.group or default_group())
-        return every if self.rows is None else every[_index(self.rows, columns.device)]
+        return every if self.rows is None else every[index(self.rows, columns.device)]
 
     def take_part(self, device: torch.device, p: float) -> None:
         """Exchange tables although this process could not measure, and let the others know."""
         blank = tables.empty(p, len(self.numel), device)
         failed = [dist.get_rank()]
-        for gathering in self._plan():
+        for gathering in self._met():
             self._exchange(gathering, blank, failed)
 
     @torch.no_grad()
@@ -176,13 +180,13 @@ class Spread:
         places = table
         if self.rows is not None:
             places = tables.empty(p, len(self.numel), table.device)
-            places[_index(self.rows, table.device)] = table
-        plan = self._plan()
+            places[index(self.rows, table.device)] = table
+        plan = self._met()
         failed: list[int] = []
         every = [self._exchange(gathering, places, failed) for gathering in plan]
-        for gathered in every:
-            gathered.settle("all processes of a mesh need the same parameters in the same order")
-        weights = list(map(_weights, plan, every))
+        for gathering, gathered in zip(plan, every, strict=True):
+            gathered.settle(SAME, self._called(gathering))
+        weights = list(map(weights_of, plan, every))
         parts = [
             combine.combine(gathered.tables, of.counted, p, of.all_count)
             for gathered, of in zip(every, weights, strict=True)
@@ -196,22 +200,27 @@ class Spread:
             for gathering, part in zip(plan, parts, strict=True):
                 whole[self._on_device(gathering, table.device).members] = part
         if self.rows is not None:
-            rows = _index(self.rows, table.device)
+            rows = index(self.rows, table.device)
             whole = whole[rows]
             shares = None if held.shares is None else held.shares[:, rows]
             held = Contributions(held.ranks, held.tables[:, rows], held.present[rows], shares)
         return whole, held
 
-    def _exchange(self, gathering: Gathering, places: Tensor, failed: list[int]) -> Gathered:
+    def _exchange(
+        self, gathering: Gathering, places: Tensor, failed: list[int], waits: bool = False
+    ) -> Gathered:
         """One collective. What it tells of processes that could not measure, on the CPU, is added
-        to `failed`, and passed on by the next."""
+        to `failed`, and passed on by the next. `waits` marks what is partial by negative flags."""
         members, own = gathering.members, places
         there = self._on_device(gathering, places.device)
         if len(members) < len(places):
             own = places[there.members]
-        if failed or not all(self.present):
+        if failed or waits or not all(self.present):
             pairs = zip(members, gathering.flags, strict=True)
             flags = [every if self.present[place] else 0 for place, every in pairs]
+            if waits:
+                pairs = zip(members, flags, strict=True)
+                flags = [-every if place in self.partial else every for place, every in pairs]
             packed = combine.pack(own, flags, self.checksum, failed[0] if failed else None)
         else:
             packed = there.packed.clone()
@@ -224,7 +233,7 @@ class Spread:
         if device not in gathering.on_device:
             blank = tables.empty(2, len(gathering.members), device)
             packed = combine.pack(blank, gathering.flags, self.checksum)
-            gathering.on_device[device] = OnDevice(_index(gathering.members, device), packed)
+            gathering.on_device[device] = OnDevice(index(gathering.members, device), packed)
         return gathering.on_device[device]
 
     def _contributions(
@@ -237,8 +246,8 @@ class Spread:
         held = tables.empty(p, len(ranks) * n, device).view(len(ranks), n, tables.COLUMNS)
         held[ranks.index(me)] = places
         shares = torch.zeros(held.shape[:2], dtype=torch.int32, device=device)
-        present = _sent(torch.tensor(self.present, device="cpu"), device)
-        for gathering, gathered, of in zip(self._plan(), every, weights, strict=True):
+        present = sent(torch.tensor(self.present, device="cpu"), device)
+        for gathering, gathered, of in zip(self._met(), every, weights, strict=True):
             members = self._on_device(gathering, device).members
             present[members] = of.present
             told = of.shares
@@ -247,10 +256,20 @@ class Spread:
                 shares[ranks.index(rank), members] = 1 if told is None else told[number]
         return Contributions(ranks, held, present, shares)
 
-    def _plan(self) -> list[Gathering]:
-        """The collectives, in the order in which their processes first come in the list."""
+    def _called(self, gathering: Gathering) -> list[str]:
+        return [self.called[place] for place in gathering.members]
+
+    def _met(self) -> list[Gathering]:
+        """The collectives, in the order in which their processes first come in the list.
+
+        Before the first of a list, the processes tell each other that it is the same on all: tables
+        of other sizes would end them. Raises `RuntimeError` on all if it is not.
+        """
         if not self.plan:
-            self.plan.extend(_planned(self.layouts, self.alone, world()))
+            plan = planned(self.layouts, self.alone, world())
+            stray = None if self.alone or not plan else first_stray(self.layouts, plan)
+            meet(plan, self.checksum, SAME, stray and self.called[stray[0]] + stray[1])
+            self.plan.extend(plan)
         return self.plan
 
 
@@ -274,7 +293,7 @@ def spread_of(
     if not any(isinstance(each, DTensor) and each.device_mesh.size() > 1 for each in sources):
         return None
     sources = _sources(tensors, parameters)
-    spread, held = _known(sources, names, called, alone), locals_of(sources)
+    spread, held = _known(sources, parameters, names, called, alone), locals_of(sources)
     if sources is tensors and not spread.partial:
         return held, spread
     live = [place for place, source in enumerate(sources) if source is not None]
@@ -289,6 +308,11 @@ def spread_of(
         if local is not None and present[number]:
             partial[number] = each._replace(local=local.shape)
     return held, replace(spread, present=present, partial=partial)
+
+
+def _reduced(tensor: Tensor, partial: PartialOf) -> Tensor:
+    with combine.naming(partial.layout.ranks):
+        return reduced_part(tensor, partial)
 
 
 def _sources(
@@ -309,20 +333,21 @@ def _sources(
 
 def _known(
     sources: Sequence[Tensor | None],
+    parameters: Sequence[Tensor],
     names: Sequence[str],
     called: Callable[[str], str],
     alone: bool,
 ) -> Spread:
     """How a list is spread in which every source is present. To look at 300 DTensors anew takes
     0.3 ms, to see that they are as in another call a tenth of it."""
-    now = (alone, tuple(names), facts_of(sources))
+    now = (alone, len(parameters) > 0, tuple(names), facts_of(sources))
     lists = world().lists
     for number, known in enumerate(lists):
-        if known[:3] == now:
+        if known[:4] == now:
             if number:
                 lists.insert(0, lists.pop(number))
             return known.spread
-    known = Known(*now, _looked_at(sources, names, called, alone))
+    known = Known(*now, _looked_at(sources, parameters, names, called, alone))
     lists.insert(0, known)
     del lists[LISTS:]
     return known.spread
@@ -330,16 +355,20 @@ def _known(
 
 def _looked_at(
     sources: Sequence[Tensor | None],
+    parameters: Sequence[Tensor],
     names: Sequence[str],
     called: Callable[[str], str],
     alone: bool,
 ) -> Spread:
-    shared = names
-    if alone:
-        pairs = zip(names, sources, strict=True)
-        shared = [name for name, source in pairs if isinstance(source, DTensor)]
+    # of parameters, where they are known: this process alone may have no gradient
+    pairs = zip(names, parameters or sources, sources, strict=True)
+    shared = [
+        f"{name} {tuple(each.shape)} {each.placements if isinstance(each, DTensor) else None}"
+        for name, each, source in pairs
+        if source is not None and each is not None and (not alone or isinstance(source, DTensor))
+    ]
     layouts = Layouts()
-    spread = Spread([], [], [], {}, combine.checksum_of(shared), alone, [])
+    spread = Spread([], [], [], [], {}, combine.checksum_of(shared), alone, [])
     for name, source in zip(names, sources, strict=True):
         if source is None:
             continue
@@ -353,77 +382,7 @@ def _looked_at(
                 partial = PartialOf(layout, local, source.shape, source.stride())
                 spread.partial[len(spread.numel)] = partial
         spread.layouts.append(layout)
+        spread.called.append(called(name))
         spread.numel.append(numel)
         spread.present.append(True)
     return spread
-
-
-def _planned(layouts: Sequence[Layout | None], alone: bool, kept: World) -> list[Gathering]:
-    """A collective for each set of processes that is part of no other, in the order of the list.
-
-    What lies on smaller meshes rides along, as replicas of what the other processes have on theirs
-    (of a mesh for FSDP and tensor parallelism, some tensors are on the part for FSDP alone): the
-    first of these meshes counts. So do tensors that are no DTensors, each process a mesh to itself.
-    With `alone`, there is a collective for each mesh, and what is no DTensor is the process's own.
-    """
-    firsts: dict[tuple[int, ...], Layout] = {}
-    for layout in layouts:
-        if layout is not None and layout.ranks:
-            firsts.setdefault(layout.ranks, layout)
-    plan = {
-        ranks: Gathering(ranks, _group(layout, kept), [], [], {}, [])
-        for ranks, layout in firsts.items()
-        if len(ranks) > 1 and (alone or not any(set(ranks) < set(other) for other in firsts))
-    }
-    if not plan:  # a process outside all the meshes
-        return []
-    largest = max(plan.values(), key=lambda gathering: len(gathering.ranks))
-    for place, layout in enumerate(layouts):
-        ranks = (dist.get_rank(),) if layout is None else layout.ranks
-        hosts = [gathering for gathering in plan.values() if set(ranks) <= set(gathering.ranks)]
-        if alone:
-            hosts = [gathering for gathering in hosts if layout and ranks == gathering.ranks]
-        if not hosts:
-            continue
-        host = largest if layout is None else plan.get(ranks, hosts[0])
-        host.members.append(place)
-        counted = layout is None or layout.counted
-        host.flags.append(PRESENT + COUNTED * counted + OWNER * (1 + min(ranks, default=-1)))
-    return list(plan.values())
-
-
-def _weights(gathering: Gathering, gathered: Gathered) -> Weights:
-    """Those of the last step while the flags are the same, if to compare them is not to wait."""
-    if gathered.flags.device.type != "cpu":
-        return gathered.weights()
-    if not gathering.weights or not torch.equal(gathering.weights[0].flags, gathered.flags):
-        gathering.weights[:] = [gathered.weights()]
-    return gathering.weights[0]
-
-
-def _group(layout: Layout, kept: World) -> dist.ProcessGroup | None:
-    """The process group of all processes of a mesh."""
-    ranks = layout.ranks
-    if len(ranks) == dist.get_world_size():
-        if layout.mesh.ndim > 1 or layout.mesh.get_group() is default_group():
-            return None
-    if layout.mesh.ndim == 1:
-        group = layout.mesh.get_group()
-        kept.in_use.append(group)
-        return group
-    if ranks not in kept.groups:
-        # Made by its members alone: the others may have no such mesh.
-        group = dist.new_group(list(ranks), use_local_synchronization=True)
-        kept.groups[ranks] = group
-        kept.in_use.append(group)
-    return kept.groups[ranks]
-
-
-def _index(places: Sequence[int], device: torch.device) -> Tensor:
-    return _sent(torch.tensor(places, dtype=torch.int64, device="cpu"), device)
-
-
-def _sent(tensor: Tensor, device: torch.device) -> Tensor:
-    if device.type == "cuda":
-        tensor = tensor.pin_memory()  # else the copy waits for the device
-    return tensor.to(device, non_blocking=True)

@@ -12,8 +12,9 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 import fastclip
 from fastclip.distributed.combine import COUNTED, OWNER, PRESENT
-from fastclip.distributed.layouts import Layouts
-from fastclip.distributed.shards import LISTS, Gathering, Spread
+from fastclip.distributed.layouts import Layouts, world
+from fastclip.distributed.plans import Gathering, planned
+from fastclip.distributed.shards import LISTS, Spread
 from fastclip.gradients import Listed
 
 ME = 2
@@ -43,7 +44,7 @@ def on(mesh: DeviceMesh, *placements: Placement, shape: tuple[int, ...] = (2, 3)
 def plan_of(*gradients: Tensor | None, alone: bool = False) -> list[Gathering]:
     spread = Listed(list(gradients), None, (), alone).spread
     assert spread is not None
-    return spread._plan()
+    return planned(spread.layouts, spread.alone, world())
 
 
 def seen(plan: list[Gathering]) -> list[tuple[tuple[int, ...], list[int], list[int]]]:
@@ -225,7 +226,9 @@ def test_what_is_known_is_not_used_for_other_gradients(
     change(parameters)
     after = spread_of(parameters)
     assert (after.numel, after.present) == (numel, present)
-    assert seen(after._plan()) == [((0, 1, 2, 3), [*range(len(numel))], [OWNER + f for f in flags])]
+    assert seen(planned(after.layouts, False, world())) == [
+        ((0, 1, 2, 3), [*range(len(numel))], [OWNER + f for f in flags])
+    ]
     assert sorted(after.partial) == ([1] if change is partial else [])
     assert (before.numel, before.present) == ([24, 24], [True, True])
 
@@ -269,3 +272,12 @@ def test_partial_elements_are_not_clamped() -> None:
     with pytest.raises(TypeError, match=r"^the gradient at position 0 is a DTensor .* clamped"):
         fastclip.clip_grad_value_([parameter], 0.5)
     assert parameter.grad.to_local().equal(torch.ones(2, 3))
+
+
+def test_equal_meshes_of_other_groups_have_each_its_own() -> None:
+    ranks = (0, ME)
+    groups = [dist.new_group(ranks) for _ in range(2)]
+    meshes = [DeviceMesh.from_group(group, "cpu") for group in groups]
+    assert meshes[0] == meshes[1]
+    plans = [plan_of(on(mesh, Shard(0))) for mesh in meshes]
+    assert [gathering.group for (gathering,) in plans] == groups
