@@ -228,7 +228,7 @@ def test_counts_needs_a_group() -> None:
 
 def test_what_is_overdue_is_raised_once(monkeypatch: pytest.MonkeyPatch) -> None:
     """On a GPU headers are read in the next call, by every rank: none may keep one for later."""
-    header = torch.tensor([[0.0, 7.0], [2.0, 7.0]], dtype=torch.float64)
+    header = torch.tensor([[0.0, 7.0, 1.0], [2.0, 7.0, 1.0]], dtype=torch.float64)
     gathered = combine.Gathered((0, 1), torch.zeros(2, 1, 5), torch.zeros(2, 1), header)
     arrived = torch.Event("cpu")
     monkeypatch.setattr(combine, "_overdue", [combine._Overdue(gathered, arrived, "what")] * 2)
