@@ -19,6 +19,7 @@ from fastclip.listing import Listing
 from fastclip.memory import Counters, Remembered
 from fastclip.overlap import Overlap
 from fastclip.policy import SHOWN, Policy
+from fastclip.ranks import told
 from fastclip.rules import MaxNorm, Rule
 from fastclip.scaling import WithoutScaler, optimizers_of, scale_of
 from fastclip.stats import GradStats
@@ -109,7 +110,7 @@ class GradClipper:
         counts: Callable[[str, Tensor], bool] | None = None,
         overlap: bool = False,
     ) -> None:
-        with _told(process_group):
+        with told(process_group):
             self._listing = Listing(parameters)
             self._settings = settings_of(max_norm, rule, norm_type, nonfinite)
         self._groups = self._met(process_group, counts)
@@ -118,6 +119,7 @@ class GradClipper:
             _require_distinct(self._names())
         self._counters = Counters()
         self._remembered = Remembered(chosen)
+        self._loaded = 0  # `Remembered.checksum` until the step after a load
         self._warned = False  # of an optimizer with other parameters
         self.overlap = Overlap(self._settings.p) if overlap else None
         if self.overlap is not None:
@@ -147,9 +149,9 @@ class GradClipper:
             ValueError: an enabled scaler with ``nonfinite="zero"``; a gradient of none of the
                 optimizers given with a scaler; or a schedule gave a negative or NaN threshold.
         """
-        with self._attended():
+        with self._attended() as listed:
             loss_scale = scale_of(optimizer, scaler, self._settings.policy)
-            stats, _ = self._advance(loss_scale, ())
+            stats, _ = self._advance(listed, loss_scale, ())
         for each in loss_scale.optimizers:  # of the scaler's steps to come
             folding.ready_to_skip(each)
         return stats
@@ -169,12 +171,12 @@ class GradClipper:
         Errors as in `clip_`; and a `TypeError` for an optimizer whose step needs a closure, as that
         of LBFGS: call `clip_` inside the closure.
         """
-        with self._attended():
+        with self._attended() as listed:
             optimizers = optimizers_of(optimizer)
             for each in optimizers:
                 stepping.refuse_closure(each)
             loss_scale = scale_of(optimizers, scaler, self._settings.policy)
-            stats, grad_scale = self._advance(loss_scale, optimizers)
+            stats, grad_scale = self._advance(listed, loss_scale, optimizers)
         policy = self._settings.policy
         skips = loss_scale.enabled or policy == "skip"
         skips = skips or (policy == "zero" and stats.contributions is not None)
@@ -193,8 +195,8 @@ class GradClipper:
         Never raises for elements that are not finite. Under ``nonfinite="zero"``, where there may
         be such elements, this works on a copy of the gradients.
         """
-        with self._attended():
-            step = self._step(WithoutScaler(), copy(self._remembered))
+        with self._attended() as listed:
+            step = self._step(listed, WithoutScaler(), copy(self._remembered))
             return step.decide(dry=True).stats()
 
     def accumulating(self) -> AbstractContextManager[None]:
@@ -246,6 +248,7 @@ class GradClipper:
         counters.load(state_dict["counters"])
         extra = remembered.load(names, self._names())
         self._counters, self._remembered = counters, remembered
+        self._loaded = remembered.checksum()
         if extra:
             more = f" and {len(extra) - SHOWN} more" if len(extra) > SHOWN else ""
             none = len(extra) == len(names)
@@ -274,21 +277,26 @@ class GradClipper:
             raise TypeError("counts is for the parameters of a process_group, and there is none")
         return None
 
-    def _attended(self) -> AbstractContextManager[None]:
-        return nullcontext() if self._groups is None else self._groups.attended()
+    @contextmanager
+    def _attended(self) -> Iterator[Listed]:
+        """The gradients, for what is done up to the last exchange: no rank is left waiting."""
+        alone = self._groups is not None
+        with nullcontext() if self._groups is None else self._groups.attended():
+            tensors, names = self._listing.read()
+            listed = Listed([each.grad for each in tensors], names, tensors, alone)
+            with listed.attended():
+                yield listed
 
     def _names(self) -> Sequence[str]:
         """Of all parameters whose gradients have a row: under process groups, those of all ranks"""
         return self._listing.labels() if self._groups is None else self._groups.names
 
-    def _step(self, loss_scale: WithoutScaler, remembered: Remembered) -> Step:
-        parameters, names = self._listing.read()
+    def _step(self, listed: Listed, loss_scale: WithoutScaler, remembered: Remembered) -> Step:
+        parameters = listed.parameters
         if self.overlap is not None:
             self.overlap.watch(parameters)
             if loss_scale.enabled and loss_scale.inv_scale is None:
                 self.overlap.forget()  # the user has unscaled them, which leaves no mark
-        alone = self._groups is not None
-        listed = Listed([parameter.grad for parameter in parameters], names, parameters, alone)
         loss_scale.add_others(parameters, listed)
         return Step(
             self._settings,
@@ -299,6 +307,7 @@ class GradClipper:
             self._measure,
             remembered.rows,
             self._groups,
+            self._loaded,
         )
 
     def _measure(
@@ -317,10 +326,10 @@ class GradClipper:
 
     @torch.no_grad()
     def _advance(
-        self, loss_scale: WithoutScaler, optimizers: Sequence[Optimizer]
+        self, listed: Listed, loss_scale: WithoutScaler, optimizers: Sequence[Optimizer]
     ) -> tuple[GradStats, Tensor | None]:
         """One step up to the optimizers', and what they are to divide the gradients by, if so."""
-        step = self._step(loss_scale, self._remembered)
+        step = self._step(listed, loss_scale, self._remembered)
         done = watching.clips(step.parameters, self._limit(), unscales=loss_scale.enabled)
         folds = len(optimizers) > 0 and self._folds(optimizers, step)
         if not folds and not self._warned:
@@ -340,6 +349,7 @@ class GradClipper:
         if decided.found.names:  # else the rule was not asked
             self._remembered.keep(decided.decision.state)
         self._counters.count(stats.clipped, stats.skipped)
+        self._loaded = 0
         return stats, grad_scale
 
     def _warn_of_strangers(
@@ -374,19 +384,6 @@ class GradClipper:
             and folding.covers(optimizers, step.parameters)
             and folding.aligned(step.held, step.listed)
         )
-
-
-@contextmanager
-def _told(process_group: Any) -> Iterator[None]:
-    """What goes wrong on this rank alone does not leave the others of a group waiting."""
-    try:
-        yield
-    except Exception as error:
-        if process_group is not None:
-            from fastclip.distributed.meeting import decline
-
-            decline(process_group, error)
-        raise
 
 
 def _require_distinct(labels: Sequence[str]) -> None:

@@ -45,8 +45,7 @@ def clip_grad_norm_(
         max_norm: the threshold; infinity only measures. A one-element Tensor stays on its
             device, and its value is not checked.
         norm_type: the order p of the norm, any number or ``"inf"``; 0 counts non-zero elements.
-        error_if_nonfinite: raise instead of clipping when an element is NaN or infinite. This waits
-            for the device.
+        error_if_nonfinite: raise, not clip, if an element is NaN or infinite; waits for the device.
         foreach: accepted for compatibility, has no effect.
 
     Returns:
@@ -59,20 +58,21 @@ def clip_grad_norm_(
         RuntimeError: a gradient's elements share memory; or `error_if_nonfinite` found a NaN or an
             infinity, and the message names the parameters. No gradient has been changed.
     """
-    p = order(norm_type)
-    limit = _max_norm(max_norm)
     listed = gradients.of_parameters(parameters)
-    if not listed.grads:
-        return torch.zeros((), device="cpu", dtype=torch.float32)
-    done = watching.clips(listed.parameters, limit)
-    if error_if_nonfinite:
-        found, table = passes.active(listed).measure(listed, p)
-        refuse(table, listed, found, p, INSTEAD)
-        total = tables.total_norm(table, p)
-        passes.active(found).scale_(found, tables.coefficient(total, limit))
-        total = total.to(tables.result_dtype(found.tensors))
-    else:
-        total = passes.active(listed).clip_(listed, p, limit)
+    with listed.attended():
+        p, limit = order(norm_type), _max_norm(max_norm)
+        if not listed.grads:
+            return torch.zeros((), device="cpu", dtype=torch.float32)
+        done = watching.clips(listed.parameters, limit)
+        listed.agree_on("clip_grad_norm_", p, limit, error_if_nonfinite)
+        if error_if_nonfinite:
+            found, table = passes.active(listed).measure(listed, p)
+            refuse(table, listed, found, p, INSTEAD)
+            total = tables.total_norm(table, p)
+            passes.active(found).scale_(found, tables.coefficient(total, limit))
+            total = total.to(tables.result_dtype(found.tensors))
+        else:
+            total = passes.active(listed).clip_(listed, p, limit)
     done()
     return total
 
@@ -88,11 +88,13 @@ def get_total_norm(
     Arguments, dtype of the result and errors as in `clip_grad_norm_`, but the tensors are measured
     themselves and not their ``.grad``; None entries are skipped. Nothing is changed.
     """
-    p = order(norm_type)
     listed = gradients.of_tensors(tensors)
-    if not listed.grads:
-        return torch.zeros((), device="cpu", dtype=torch.float32)
-    found, table = passes.active(listed).measure(listed, p)
+    with listed.attended():
+        p = order(norm_type)
+        if not listed.grads:
+            return torch.zeros((), device="cpu", dtype=torch.float32)
+        listed.agree_on("get_total_norm", p, error_if_nonfinite)
+        found, table = passes.active(listed).measure(listed, p)
     if error_if_nonfinite:
         refuse(table, listed, found, p, INSTEAD)
     return tables.total_norm(table, p).to(tables.result_dtype(found.tensors))
@@ -169,12 +171,14 @@ def grad_stats(parameters: Parameters, norm_type: float | str = 2.0) -> GradStat
     Nothing is changed and nothing waits for the device. Arguments and errors as in
     `clip_grad_norm_`; parameters without a gradient have no row.
     """
-    p = order(norm_type)
     listed = gradients.of_parameters(parameters)
-    if not listed.grads:
-        none = gradients.Gradients.of_rows(())
-        return GradStats.measured(none, tables.empty(p, 0, torch.device("cpu")), p, torch.float32)
-    found, table = passes.active(listed).measure(listed, p)
+    with listed.attended():
+        p = order(norm_type)
+        if not listed.grads:
+            none = tables.empty(p, 0, torch.device("cpu"))
+            return GradStats.measured(gradients.Gradients.of_rows(()), none, p, torch.float32)
+        listed.agree_on("grad_stats", p)
+        found, table = passes.active(listed).measure(listed, p)
     return GradStats.measured(found, table, p, tables.result_dtype(found.tensors))
 
 

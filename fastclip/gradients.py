@@ -9,6 +9,7 @@ import sys
 import types
 import warnings
 from collections.abc import Iterable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from math import prod
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -87,6 +88,18 @@ class Listed:
         """How an error calls the gradient of that label."""
         known = self.names is not None
         return f"gradient {label!r}" if known else f"the gradient at position {label}"
+
+    def attended(self) -> AbstractContextManager[None]:
+        """Around all that is done before the processes of DTensors exchange what they have
+        measured: what goes wrong on one is an error on the others, which would wait else."""
+        return nullcontext() if self.spread is None else self.spread.attended(self.grads)
+
+    def agree_on(self, *options: object) -> None:
+        """Have that exchange compare options, which have to be the same on all processes."""
+        if self.spread is not None:
+            from fastclip.distributed import combine
+
+            self.spread = replace(self.spread, agreed=combine.agreed(options))
 
     def labels(self) -> tuple[str, ...]:
         """For each gradient its name, else its 0-based position among all entries."""
@@ -306,6 +319,8 @@ def sort_out(listed: Listed) -> Gradients:
     if listed.spread is None:
         return found
     spread = listed.spread
+    if spread.refused is not None:
+        raise spread.refused
     repeats = zip(places, found.repeats, strict=True)
     return replace(
         found,

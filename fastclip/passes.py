@@ -65,14 +65,10 @@ def _measure_spread(
     listed: Listed, spread: "Spread", p: float, inv_scale: Tensor | None
 ) -> tuple[Gradients, Tensor]:
     """What several processes hold together, the same on each of them."""
-    reduced = spread.reduced(listed.grads)
-    try:
-        found, table = _measure(listed, p, inv_scale, reduced)
-    except Exception:
-        spread.take_part(listed.grads[0].device, p)  # else the others would wait
-        raise
-    assert found.spread is not None
-    table, contributions = found.spread.combine(table, p)
+    with listed.attended():
+        found, table = _measure(listed, p, inv_scale, spread.reduced(listed.grads))
+        assert found.spread is not None
+        table, contributions = found.spread.combine(table, p)
     return replace(found, contributions=contributions), table
 
 

@@ -1,7 +1,8 @@
 """Which process contributed what to a table that several of them made together."""
 
-from collections.abc import Iterable, Sequence
-from typing import NamedTuple
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -90,3 +91,16 @@ def said(ranks: Iterable[int]) -> str:
     if len(ordered) > 2 and ordered[-1] - ordered[0] == len(ordered) - 1:
         return f"ranks {ordered[0]}-{ordered[-1]}"
     return f"rank{'s' if len(ordered) != 1 else ''} {', '.join(map(str, ordered))}"
+
+
+@contextmanager
+def told(process_group: Any) -> Iterator[None]:
+    """What goes wrong on this rank alone does not leave the others of a group waiting."""
+    try:
+        yield
+    except Exception as error:
+        if process_group is not None:
+            from fastclip.distributed.meeting import decline
+
+            decline(process_group, error)
+        raise

@@ -105,8 +105,7 @@ class WithScaler(WithoutScaler):
         others = Listed([p.grad for p in parameters], None, parameters)
         if others.grads:
             self._listed_others = others
-        # what several processes do together must not depend on who has which gradients
-        self.alone = not (parameters if listed.spread is not None else others.grads)
+        self.alone = not others.grads
 
     def _refuse_unowned(
         self, clipped: Sequence[Tensor], listed: Listed, owned: Iterable[int]

@@ -70,6 +70,7 @@ class Step(NamedTuple):
     measure: Measure
     rows: Rows
     groups: "Groups | None" = None  # with which the gradients make one whole
+    loaded: int = 0  # a checksum of the rule's state, if it was loaded since the step before
 
     @property
     def held(self) -> Sequence[Tensor]:
@@ -85,6 +86,8 @@ class Step(NamedTuple):
             and len(self.listed.grads) > 0
             and self.settings.policy in ("skip", "propagate")
             and self.loss_scale.alone
+            # what processes agree on must not depend on who has other gradients too
+            and not (self.loss_scale.enabled and self.listed.spread is not None)
         )
 
     @property
@@ -97,6 +100,7 @@ class Step(NamedTuple):
         rule, p, _ = self.settings
         assert type(rule) is MaxNorm
         limit = rule.limit(self.number)
+        self._agree_on(limit)
         found, table, total, coef = passes.active(self.listed).clip_measured_(
             self.listed, p, limit, self.loss_scale.inv_scale, self._leaves
         )
@@ -114,6 +118,7 @@ class Step(NamedTuple):
         limit: float | Tensor | None = None
         if type(rule) is MaxNorm:  # asked first: a schedule may give what is no threshold
             limit = rule.limit(self.number)
+        self._agree_on(limit)
         found, table, elsewhere = self._read()
         bad = tables.found_nonfinite(table)
         if elsewhere is not None:
@@ -154,18 +159,34 @@ class Step(NamedTuple):
         rule, _, chosen = self.settings
         # by unit they are of the gradients as they were before any was zeroed
         by_unit = chosen != "zero" and getattr(rule, "by_unit", False)
+        found, table = self.measure(self.listed, self.loss_scale.inv_scale, by_unit)
         if self.groups is not None:
             elsewhere = self.loss_scale.found_elsewhere(self.groups.device)
-            found, table = self.measure(self.listed, self.loss_scale.inv_scale, by_unit)
             if chosen == "zero" and found.contributions is not None:  # of a mesh, for the others
                 elsewhere = found.contributions.torn()
             return self.groups.unite(found, table, elsewhere)
-        found, table = self.measure(self.listed, self.loss_scale.inv_scale, by_unit)
-        elsewhere = self.loss_scale.found_elsewhere(table.device)
-        if found.spread is not None and not self.loss_scale.alone:
-            never = torch.zeros((), dtype=torch.bool, device=table.device)
-            elsewhere = found.spread.agree(never if elsewhere is None else elsewhere)
-        return found, table, elsewhere
+        if found.spread is None or not self.loss_scale.enabled:
+            return found, table, self.loss_scale.found_elsewhere(table.device)
+        flag = torch.ones((), dtype=torch.bool, device=table.device)
+        try:
+            elsewhere = self.loss_scale.found_elsewhere(table.device)
+        except BaseException:
+            found.spread.agree(flag)  # the others wait, and are not to step
+            raise
+        return found, table, found.spread.agree(~flag if elsewhere is None else elsewhere)
+
+    def _agree_on(self, limit: float | Tensor | None) -> None:
+        """Have the exchanges compare what has to be the same on all ranks."""
+        if self.groups is None and self.listed.spread is None:
+            return
+        from fastclip.distributed import combine
+        from fastclip.distributed.meeting import described
+
+        options = (described(self.settings), limit, self.number, self.loaded)
+        scaled = self.loss_scale.enabled, self.loss_scale.inv_scale is None
+        self.listed.agree_on(*options, *scaled)
+        if self.groups is not None:
+            self.groups.agreed = combine.agreed((*options, *scaled))
 
     def _zeroed(
         self, rule: Rule, found: Gradients, table: Tensor, bad: Tensor, dry: bool
@@ -175,6 +196,11 @@ class Step(NamedTuple):
             return policy.zeroed(found, table, p)
         if found.names and not isinstance(rule, MaxNorm) and tables.peek(bad) != 0:
             # for what it raises, while nothing is written; the answer that counts comes after
+            # The gradients are measured once more: a rank that raises here is waited for there.
+            if self.listed.spread is not None:
+                self.listed.spread.begun.clear()
+            if self.groups is not None:
+                self.groups.begin()
             state = self.rows(found.names, table.device)
             self._ask(rule, found, table, tables.total_norm(table, p), state)
         return found, policy.zero_(found, table, p)
@@ -207,17 +233,22 @@ class Step(NamedTuple):
         # by unit, processes tell each other what the table does not
         by_unit = rule.per_tensor and getattr(rule, "by_unit", False)
         spread = found.spread if by_unit and not found.united else None
+        asked = False
         try:
             if spread is not None:
                 own = _of_rows(self.parameters, self.listed, found)
                 measured = spread.with_units(measured, own)
+            asked = True
             decision = rule.decide(measured, state)
-        except UnsuitableGradient as error:
-            if spread is not None:  # the others wait, and are not to go on with this step
+            require_decision(rule, decision, measured, state)
+        except BaseException as error:
+            if spread is not None and (asked or isinstance(error, UnsuitableGradient)):
+                # the others wait, and are not to go on with this step
                 spread.least(table.new_full((len(table), 2), math.nan))
+            if not isinstance(error, UnsuitableGradient):
+                raise
             name = found.names[error.row]
             raise TypeError(f"{self.listed.called(name)} {error.reason}") from None
-        require_decision(rule, decision, measured, state)
         if spread is not None:
             return self._of_all(decision, spread)
         if decision.units is not None:

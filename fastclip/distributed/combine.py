@@ -4,9 +4,10 @@ A process packs its table into ``[HEADER + n, 6]``, float64, which one `all_gath
 every process then combines the same numbers in the same order, and has the same bits.
 
 =============  ===================================================================================
-rows 0, 1      of the sixth column alone: FAILED, 0 or one over the global rank of a process that
-               could not measure; CHECKSUM of what the rows are, which has to be the same on all
-rows 2 to n+2  a row of the table, and its flags: PRESENT, there is a gradient; COUNTED, no other
+rows 0 to 2    of the sixth column alone: FAILED, 0 or one over the global rank of a process that
+               could not measure; CHECKSUM of what the rows are, and AGREED, one of the options of
+               this call: both have to be the same on all
+rows 3 to n+3  a row of the table, and its flags: PRESENT, there is a gradient; COUNTED, no other
                process of its set counts these elements; and OWNER times one over the lowest rank
                of that set, where several sets may hold the same tensor: the lowest counts
 =============  ===================================================================================
@@ -31,12 +32,29 @@ from fastclip.ranks import Contributions as Contributions
 from fastclip.ranks import RankStats as RankStats
 from fastclip.ranks import said as said
 
-HEADER = 2
-FAILED, CHECKSUM = range(HEADER)
+HEADER = 3
+FAILED, CHECKSUM, AGREED = range(HEADER)
 PRESENT, COUNTED, OWNER = 1, 2, 4  # what the flags are made of
 
 # The second is the name before torch 2.13, where it is deprecated.
 _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+
+
+OPTIONS = (
+    "all ranks need the same options (order of the norm, threshold, rule, policy, scaler), and "
+    "clippers that have taken the same number of steps and loaded the same state"
+)
+
+
+class FailedElsewhere(RuntimeError):
+    """Another process, of the global rank `rank`, could not measure its gradients."""
+
+    def __init__(self, rank: int) -> None:
+        super().__init__(
+            f"rank {rank} could not measure its gradients, and raises the error itself. No "
+            "gradient has been changed"
+        )
+        self.rank = rank
 
 
 class Weights(NamedTuple):
@@ -55,7 +73,7 @@ class Gathered(NamedTuple):
     ranks: tuple[int, ...]  # global
     tables: Tensor  # [R, n, 5]
     flags: Tensor  # [R, n]
-    header: Tensor  # [R, 2]
+    header: Tensor  # [R, HEADER]
 
     @property
     def counted(self) -> Tensor:
@@ -80,24 +98,22 @@ class Gathered(NamedTuple):
         return [int(failed) - 1 for failed in self.header[:, FAILED].tolist() if failed]
 
     def refuse_failed(self) -> None:
-        """Raise `RuntimeError` if a process could not measure. Waits for the device."""
+        """Raise `FailedElsewhere` if a process could not measure. Waits for the device."""
         for failed in self.header[:, FAILED].tolist():
             if failed:
-                raise RuntimeError(
-                    f"rank {int(failed) - 1} could not measure its gradients, and raises the error "
-                    "itself. No gradient has been changed"
-                )
+                raise FailedElsewhere(int(failed) - 1)
 
     def refuse_different(self, what: str) -> None:
         """Raise `RuntimeError`, which starts with `what`, if rows mean something else on another
-        process. Waits for the device."""
-        checksums = self.header[:, CHECKSUM].tolist()
-        for rank, checksum in zip(self.ranks, checksums, strict=True):
-            if checksum != checksums[0]:
-                raise RuntimeError(
-                    f"{what}, but rank {rank} has others than rank {self.ranks[0]}. No gradient "
-                    "has been changed"
-                )
+        process, or if options differ. Waits for the device."""
+        for said_first, column in ((what, CHECKSUM), (OPTIONS, AGREED)):
+            checksums = self.header[:, column].tolist()
+            for rank, checksum in zip(self.ranks, checksums, strict=True):
+                if checksum != checksums[0]:
+                    raise RuntimeError(
+                        f"{said_first}, but rank {rank} has others than rank {self.ranks[0]}. No "
+                        "gradient has been changed"
+                    )
 
     def refuse_unreduced(self, labels: Sequence[str]) -> None:
         """Raise `RuntimeError` if some processes wait to reduce a row that others cannot. `labels`
@@ -125,7 +141,8 @@ class Gathered(NamedTuple):
             self.refuse_different(what)
             self.refuse_unreduced(labels)
             return
-        wrong = (self.header[:, FAILED] > 0) | (self.header != self.header[0])[:, CHECKSUM]
+        different = (self.header != self.header[0])[:, CHECKSUM:].any(1)
+        wrong = (self.header[:, FAILED] > 0) | different
         waiting = self.flags < 0
         unknown = wrong.any() | (waiting.any(0) & ~waiting.all(0)).any()
         self.tables[:, :, tables.NAN] += unknown.to(torch.float64)
@@ -171,7 +188,9 @@ def pack(table: Tensor, flags: Sequence[int], checksum: int, failed: int | None 
     not measure, this one or another that this one has heard of.
     """
     side = torch.tensor(
-        [0 if failed is None else failed + 1, checksum, *flags], dtype=torch.float64, device="cpu"
+        [0 if failed is None else failed + 1, checksum, 0, *flags],
+        dtype=torch.float64,
+        device="cpu",
     )
     if table.device.type == "cuda":
         side = side.pin_memory()  # else the copy waits for the device
@@ -285,6 +304,18 @@ def combine(every: Tensor, counted: Tensor, p: float, all_count: bool = False) -
 def checksum_of(labels: Iterable[str]) -> int:
     """Of names in their order, the same in every process."""
     return zlib.crc32("\n".join(labels).encode())
+
+
+def agreed(options: Iterable[object]) -> int:
+    """A checksum of options, the same in every process. Of a Tensor its one value, but on devices,
+    where to look at it would wait."""
+    return checksum_of(map(_option, options))
+
+
+def _option(option: object) -> str:
+    if not isinstance(option, Tensor):
+        return str(option)
+    return str(float(option)) if option.device.type == "cpu" else "a Tensor"
 
 
 def _served(group: dist.ProcessGroup, device: torch.device) -> torch.device:

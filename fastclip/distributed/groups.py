@@ -91,6 +91,7 @@ class Groups:
         self._sent: dict[torch.device, _Sent] = {}
         self._zeroes = settings.policy == "zero"
         self._took_part = False
+        self.agreed = 0  # `combine.agreed` of the options of a step
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -106,14 +107,21 @@ class Groups:
     def guarded(self) -> Iterator[None]:
         """Around an exchange: what goes wrong on this rank alone, before it has taken part, does
         not leave the others waiting there; they raise `RuntimeError`."""
-        self._took_part = False
+        self.begin()
         try:
             yield
-        except Exception:
+        except BaseException as error:
             if not self._took_part:
                 blank = self._nothing(self._own.size, self.device)
-                self._exchange(blank, blank.new_zeros(()), failed=dist.get_rank())
+                failed = dist.get_rank()
+                if isinstance(error, combine.FailedElsewhere):
+                    failed = error.rank
+                self._exchange(blank, blank.new_zeros(()), failed=failed)
             raise
+
+    def begin(self) -> None:
+        """An exchange is to come, which the others wait for."""
+        self._took_part = False
 
     def unite(
         self, found: Gradients, table: Tensor, elsewhere: Tensor | None
@@ -174,11 +182,13 @@ class Groups:
             packed[combine.HEADER : combine.HEADER + len(every)] = every
             packed[-1, tables.NAN] = flag
             packed[combine.FAILED, tables.COLUMNS] = heard
+            packed[combine.AGREED, tables.COLUMNS] = self.agreed
             if new:
                 packed[combine.CHECKSUM, tables.COLUMNS] += 1
             gathered = combine.gather(packed, meeting.group)
             if number < last:
                 different = gathered.header[:, combine.CHECKSUM] != meeting.checksum
+                different = different | (gathered.header[:, combine.AGREED] != self.agreed)
                 told = gathered.header[:, combine.FAILED]
                 worst = torch.where(different, sent.ranks[number] + 1, told).amax()
                 heard = worst if failed is None else heard

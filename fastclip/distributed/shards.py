@@ -5,8 +5,9 @@ collective for every set of processes that a mesh is made of.
 """
 
 import math
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
 from types import NoneType
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -76,6 +77,10 @@ class Spread:
     alone: bool  # whether what is no DTensor is this process's own; else every process has it
     plan: list[Gathering]  # empty until it is needed
     rows: tuple[int, ...] | None = None
+    agreed: int = 0  # `combine.agreed` of the options of a call
+    refused: TypeError | None = None  # what to raise where the gradients are looked at
+    # of this call: "exchange" once this process has begun the collective that the others wait in
+    begun: set[str] = field(default_factory=set)
 
     def of_rows(self, places: Sequence[int]) -> "Spread":
         """The same for a table that has rows for these places only."""
@@ -90,9 +95,13 @@ class Spread:
         """By place, what to measure instead of the partial ones of `tensors`, which are those of
         the rows: a reduced copy, of which every process has a part. One collective for each,
         after one that tells whether all processes are about to: `RuntimeError` if not."""
+        if self.refused is not None:
+            raise self.refused
         if not self.partial:
             return {}
+        self.begun.add("exchange")
         self._wait_to_reduce(tensors[0].device)
+        self.begun.discard("exchange")  # that of what is measured is still to come
         of_place = zip(self.places(), tensors, strict=True)
         return {
             place: _reduced(tensor, self.partial[place])
@@ -120,6 +129,8 @@ class Spread:
 
     def refuse_partial(self, labels: Sequence[str], called: Callable[[str], str]) -> None:
         """Raise `TypeError` if a gradient is partial, for what is done element by element."""
+        if self.refused is not None:
+            raise self.refused
         for place, partial in self.partial.items():
             raise TypeError(
                 f"{called(labels[place])} is a DTensor with placements "
@@ -162,9 +173,22 @@ class Spread:
             every[members] = combine.least_of(every[members], gathering.group or default_group())
         return every if self.rows is None else every[index(self.rows, columns.device)]
 
-    def take_part(self, device: torch.device, p: float) -> None:
+    @contextmanager
+    def attended(self, grads: Sequence[Tensor]) -> Iterator[None]:
+        """Around all that comes before an exchange: what goes wrong on this process alone does not
+        leave the others waiting there; they raise `RuntimeError`. `grads` are those of the list."""
+        try:
+            yield
+        except BaseException:
+            if "exchange" not in self.begun:
+                self._take_part(grads)
+            raise
+
+    def _take_part(self, grads: Sequence[Tensor]) -> None:
         """Exchange tables although this process could not measure, and let the others know."""
-        blank = tables.empty(p, len(self.numel), device)
+        self.begun.add("exchange")
+        device = grads[0].device if grads else torch.device("cpu")
+        blank = tables.empty(2.0, len(self.numel), device)
         failed = [dist.get_rank()]
         for gathering in self._met():
             self._exchange(gathering, blank, failed)
@@ -177,6 +201,7 @@ class Spread:
         gradients are others.
         """
         combine.raise_overdue()
+        self.begun.add("exchange")
         places = table
         if self.rows is not None:
             places = tables.empty(p, len(self.numel), table.device)
@@ -225,6 +250,7 @@ class Spread:
         else:
             packed = there.packed.clone()
             packed[combine.HEADER :, : tables.COLUMNS] = own
+        packed[combine.AGREED, tables.COLUMNS] = self.agreed
         gathered = combine.gather(packed, gathering.group or default_group())
         failed.extend(gathered.known_failed())
         return gathered
@@ -287,13 +313,24 @@ def spread_of(
     one without a gradient: what the processes exchange must not depend on who has which. One that
     comes again has none.
 
-    Raises `TypeError` for a partial gradient that a coefficient does not pass through.
+    A partial gradient that a coefficient does not pass through is `refused`, a `TypeError` for
+    where the others of the mesh hear of it; without `parameters` it is raised here.
     """
     sources: Sequence[Tensor | None] = parameters or tensors
     if not any(isinstance(each, DTensor) and each.device_mesh.size() > 1 for each in sources):
         return None
-    sources = _sources(tensors, parameters)
-    spread, held = _known(sources, parameters, names, called, alone), locals_of(sources)
+    sources, refused = _sources(tensors, parameters), None
+    held = locals_of(sources)
+    try:
+        spread = _known(sources, parameters, names, called, alone)
+    except TypeError as error:
+        if not parameters:
+            raise
+        refused = error
+        pairs = zip(sources, parameters, strict=True)
+        sources = [None if source is None else each for source, each in pairs]
+        spread = _known(sources, parameters, names, called, alone)
+    spread = replace(spread, refused=refused, begun=set())
     if sources is tensors and not spread.partial:
         return held, spread
     live = [place for place, source in enumerate(sources) if source is not None]

@@ -13,7 +13,7 @@ from tests.distributed.ranks import Pool
 from tests.distributed.splits import SPLITS, Part, Split
 
 NUMBERS = 6  # in a row that is sent: the table's columns and flags
-HEADER = 3  # rows beside those of the parameters
+HEADER = 4  # rows beside those of the parameters
 
 
 def collectives(name: str, policy: str) -> list[tuple[str, int]]:
