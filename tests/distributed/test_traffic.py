@@ -11,7 +11,7 @@ SILENT = ("clip_grads_with_norm_", "by_rank")  # need nothing of others
 
 def elements(rows: int, size: int) -> int:
     """Six numbers for each row and two for the header, of every rank."""
-    return 6 * (rows + 2) * size
+    return 6 * (rows + 3) * size
 
 
 @pytest.mark.parametrize(
