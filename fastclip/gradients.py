@@ -11,13 +11,13 @@ import warnings
 from collections.abc import Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
-from math import prod
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
 from fastclip.ranks import Contributions
+from fastclip.strides import overlaps, without_expansion
 
 if TYPE_CHECKING:
     from fastclip.distributed.groups import United
@@ -126,10 +126,10 @@ def _spread(tensors: list[Any], listed: Listed, alone: bool) -> "tuple[list[Any]
             torch._dynamo.graph_break(msg=_TRACED)  # else the raise is traced, and not raised
             raise NotImplementedError(_TRACED)
         return None
-    from fastclip.distributed import shards
+    from fastclip.distributed import lists
 
     names = _labels(listed.names, len(tensors))
-    return shards.spread_of(tensors, listed.parameters, names, listed.called, alone)
+    return lists.spread_of(tensors, listed.parameters, names, listed.called, alone)
 
 
 class Row(NamedTuple):
@@ -345,8 +345,8 @@ def _row(name: str, grad: Tensor, what: str) -> Row:
 
 
 def _strided_row(name: str, local: Tensor, what: str) -> Row:
-    stored = _without_expansion(local)
-    if _overlaps(stored):
+    stored = without_expansion(local)
+    if overlaps(stored):
         raise RuntimeError(
             f"{what} has elements that share memory (shape {tuple(local.shape)}, strides "
             f"{local.stride()}); rescaling in place would multiply them more than once"
@@ -378,28 +378,3 @@ def _memory(row: Row) -> object:
         *(tensor.device, tensor.data_ptr(), tensor.dtype),
         *(tensor.shape, tensor.stride(), row.repeats),
     )
-
-
-def _without_expansion(x: Tensor) -> Tensor:
-    """One element of each expanded (stride 0) dimension."""
-    for dim in range(x.dim()):
-        if x.stride(dim) == 0 and x.shape[dim] > 1:
-            x = x.narrow(dim, 0, 1)
-    return x
-
-
-def _overlaps(x: Tensor) -> bool:
-    """Whether two elements of x share memory."""
-    extent = 1  # of the dimensions so far, those of smaller strides
-    for stride, size in sorted(zip(x.stride(), x.shape, strict=True)):
-        if size > 1 and stride < extent:
-            break  # not proof of an overlap: the elements may interleave
-        extent += (size - 1) * stride
-    else:
-        return False
-    if prod(x.shape) == 0:
-        return False
-    offsets = torch.zeros((), dtype=torch.int64, device="cpu")
-    for stride, size in zip(x.stride(), x.shape, strict=True):
-        offsets = offsets.unsqueeze(-1) + torch.arange(size, device="cpu") * stride
-    return offsets.unique().numel() < offsets.numel()

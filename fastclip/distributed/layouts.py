@@ -15,7 +15,7 @@ from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 from torch.distributed.tensor.placement_types import Placement
 
 if TYPE_CHECKING:
-    from fastclip.distributed.shards import Known
+    from fastclip.distributed.lists import Known
 
 LINEAR = frozenset({"sum", "avg"})  # kinds of Partial that a coefficient passes through
 

@@ -13,8 +13,9 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 import fastclip
 from fastclip.distributed.combine import COUNTED, OWNER, PRESENT
 from fastclip.distributed.layouts import Layouts, world
+from fastclip.distributed.lists import LISTS
 from fastclip.distributed.plans import Gathering, planned
-from fastclip.distributed.shards import LISTS, Spread
+from fastclip.distributed.shards import Spread
 from fastclip.gradients import Listed
 
 ME = 2
