@@ -100,6 +100,14 @@ class Groups:
 
     def attended(self) -> AbstractContextManager[None]:
         """`guarded`, for a step. Raises what is overdue from the last one, as all ranks do."""
+        for meeting in self._meetings:
+            try:
+                dist.get_process_group_ranks(meeting.group)
+            except KeyError as error:
+                raise RuntimeError(
+                    "a group of process_group has been destroyed: build a new GradClipper with a "
+                    "group that is there, and give it the state_dict of this one"
+                ) from error
         combine.raise_overdue()
         return self.guarded()
 

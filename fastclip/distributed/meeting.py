@@ -54,6 +54,7 @@ def groups_of(process_group: Any) -> list[dist.ProcessGroup]:
             raise TypeError(
                 "process_group must be a torch.distributed.ProcessGroup or a sequence of them, "
                 f"got {type(group).__name__}"
+                + (": take mesh.get_group()" if hasattr(group, "get_group") else "")
             )
     if len(set(map(id, groups))) < len(groups):
         raise ValueError(f"a group comes twice among the {len(groups)} of process_group")

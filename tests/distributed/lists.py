@@ -1,5 +1,7 @@
 """Lists of gradients that ranks do not have in common: jobs for ranks."""
 
+from typing import Any
+
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
@@ -63,3 +65,25 @@ def on(ranks: list[int]) -> Tensor:
 
 def on_meshes(meshes: list[list[int]]) -> str:
     return error_of([(f"on {ranks}", on(ranks)) for ranks in meshes])
+
+
+def gone() -> list[str]:
+    """The errors of a clipper whose group has been destroyed, and of a mesh instead of a group."""
+    own = nn.Parameter(torch.zeros(3))
+    own.grad = torch.ones(3)
+    named = [("a", own)]
+    group = dist.new_group([0, 1])
+    clipper = fastclip.GradClipper(named, 1.0, process_group=group)
+    clipper.clip_()
+    dist.destroy_process_group(group)
+    texts = []
+    try:
+        clipper.clip_()
+    except RuntimeError as error:
+        texts.append(str(error))
+    try:
+        mesh: Any = DeviceMesh("cpu", [0, 1])
+        fastclip.GradClipper(named, 1.0, process_group=mesh)
+    except TypeError as error:
+        texts.append(str(error))
+    return texts

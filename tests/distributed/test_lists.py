@@ -44,3 +44,9 @@ def test_meshes_that_do_not_go_together(
             assert "rank 1 has another list of gradients" in text, (rank, text)
         else:
             assert text == ""
+
+
+def test_groups_that_are_gone_or_none(ranks: Pool) -> None:
+    for destroyed, mesh in ranks.run(2, lists.gone):
+        assert destroyed.startswith("a group of process_group has been destroyed: build a new")
+        assert mesh.endswith("got DeviceMesh: take mesh.get_group()")

@@ -48,8 +48,8 @@ def rows(seed: int, *shape: int) -> nn.Parameter:
 
 
 def integers() -> Tensor:
-    odd = torch.ones(3, dtype=torch.int64)
-    odd.grad = torch.ones(3, dtype=torch.int64)
+    odd = torch.ones(3, 3, dtype=torch.int64)
+    odd.grad = torch.ones(3, 3, dtype=torch.int64)
     return odd
 
 
