@@ -131,7 +131,9 @@ def _group(layout: Layout, kept: World) -> dist.ProcessGroup | None:
         return group
     if ranks not in kept.groups:
         # Made by its members alone: the others may have no such mesh.
-        group = dist.new_group(list(ranks), use_local_synchronization=True)
+        backend = default_group()._get_backend(torch.device(layout.mesh.device_type))
+        timeout = backend.options._timeout  # the job's; without it half an hour
+        group = dist.new_group(list(ranks), timeout, use_local_synchronization=True)
         kept.groups[ranks] = group
         kept.in_use.append(group)
     return kept.groups[ranks]
