@@ -19,6 +19,7 @@ def ratio(rows: Sequence[Row]) -> Any:
     """torch's time over fastclip's by workload and dtype, beside what memory allows."""
     rows = [row for row in rows if row["ratio"] and row["clips"] and row["workload"]]
     rows = [row for row in rows if row["side"].startswith(OURS)]
+    rows = [row for row in rows if not row["name"].startswith("amp-")]  # of the same lists
     names = list(dict.fromkeys(map(_workload, rows)))
     figure, panels = style.panels(2, height=1.2 + 0.36 * len(names))
     for clipped, axes in zip((False, True), panels, strict=True):
