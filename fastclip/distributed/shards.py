@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from fastclip import table as tables
-from fastclip.distributed import combine, units
+from fastclip.distributed import combine
 from fastclip.distributed.combine import Contributions, Gathered, Weights
 from fastclip.distributed.layouts import (
     Layout,
@@ -132,6 +132,8 @@ class Spread:
 
         Waits for the device: a process that could not measure takes no part in these collectives.
         """
+        from fastclip.distributed import units  # which knows of rules, as nothing else here does
+
         combine.raise_overdue()
         places = self.places()
         of_grads = [self.layouts[place] for place in places]
