@@ -9,7 +9,7 @@ import torch.distributed as dist
 from tests.distributed.ranks import Pool
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="package")
 def _able() -> None:
     """Skips where there is no gloo or no forkserver, with the reason."""
     if not dist.is_available() or not dist.is_gloo_available():
@@ -18,7 +18,8 @@ def _able() -> None:
         pytest.skip("processes cannot be forked from a server here")
 
 
-@pytest.fixture(scope="session")
+# Not of the whole session: with the groups of all tests, gloo's threads keep a core busy for good.
+@pytest.fixture(scope="package")
 def shared_ranks(_able: None) -> Iterator[Pool]:
     with Pool(4) as pool:
         yield pool
@@ -26,7 +27,7 @@ def shared_ranks(_able: None) -> Iterator[Pool]:
 
 @pytest.fixture
 def ranks(shared_ranks: Pool) -> Pool:
-    """Four processes that live for all tests: ``ranks.run(size, job, ...)``."""
+    """Four processes that live for all tests here: ``ranks.run(size, job, ...)``."""
     return shared_ranks
 
 
