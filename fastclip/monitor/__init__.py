@@ -55,9 +55,12 @@ if TYPE_CHECKING:
     from fastclip.monitor.records import LayerRow as LayerRow
     from fastclip.monitor.records import StepRecord as StepRecord
     from fastclip.monitor.telemetry import Telemetry as Telemetry
+    from fastclip.monitor.watches.activations import ActivationWatch as ActivationWatch
+    from fastclip.monitor.watches.parameters import ParameterWatch as ParameterWatch
 
 __all__ = [
     "JSONL",
+    "ActivationWatch",
     "Calibration",
     "ClipRate",
     "Detector",
@@ -68,6 +71,7 @@ __all__ = [
     "LossScaleDrop",
     "Monitor",
     "NonFinite",
+    "ParameterWatch",
     "RobustSpike",
     "Sink",
     "Spike",
@@ -85,8 +89,10 @@ _HOME = {
     **dict.fromkeys(("Drift", "Spike", "Sustained", "Detector", "default_detectors"), "detectors"),
     **dict.fromkeys(("Event", "LayerRow", "StepRecord"), "records"),
     **dict.fromkeys(("Monitor", "Sink"), "monitor"),
+    "ActivationWatch": "watches.activations",
     "JSONL": "log",
     "LayerTable": "layers",
+    "ParameterWatch": "watches.parameters",
     "Telemetry": "telemetry",
     "Watch": "observed",
 }
