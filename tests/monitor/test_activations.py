@@ -533,7 +533,8 @@ def test_wrong_arguments() -> None:
     with pytest.raises(TypeError, match=r"model must be a torch.nn.Module, got list"):
         ActivationWatch([])  # type: ignore[arg-type]
     for every in (0, -1, 1.5, True):
-        with pytest.raises(ValueError, match=f"every must be .* at least 1, got {every}"):
+        kind: type[Exception] = ValueError if isinstance(every, int) and every < 1 else TypeError
+        with pytest.raises(kind, match=f"every must be .* at least 1, got {every}"):
             ActivationWatch(mlp(), every=every)  # type: ignore[arg-type]
     model = mlp()
     with pytest.raises(ValueError, match="modules chose none of the modules of Sequential"):

@@ -204,20 +204,20 @@ def test_two_optimizers_in_one_block() -> None:
 
 
 def test_frozen_parameters_do_not_count_and_tied_ones_do_once() -> None:
-    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4), nn.Linear(4, 4, bias=False))
-    model[1].weight = model[0].weight
-    model[2].requires_grad_(False)
+    first, second, frozen = nn.Linear(4, 4), nn.Linear(4, 4), nn.Linear(4, 4, bias=False)
+    second.weight = first.weight
+    model = nn.Sequential(first, second, frozen.requires_grad_(False))
     alike = [p for p in model.parameters() if p.requires_grad]
     for parameters in (model, [*alike, *alike]):
         watch = ParameterWatch(parameters, every=1)
         with watch, torch.no_grad():
-            model[0].weight *= 1.5
+            first.weight.mul_(1.5)
         taken = watch.take()
         assert float(taken["param_norm"]) == pytest.approx(
             math.hypot(*(float(p.detach().double().norm()) for p in alike)), rel=CLOSE
         )
-        [first, *others] = plain(taken)["update_ratios"]
-        assert first == pytest.approx(0.5, rel=CLOSE)
+        [ratio, *others] = plain(taken)["update_ratios"]
+        assert ratio == pytest.approx(0.5, rel=CLOSE)
         assert others == [0, 0]
     assert taken["layers"].names == ("0", "1", "2")
 
@@ -226,7 +226,7 @@ def test_parameters_that_were_zero() -> None:
     zero, still = nn.Parameter(torch.zeros(3)), nn.Parameter(torch.zeros(3))
     watch = ParameterWatch([zero, still], every=1)
     with watch, torch.no_grad():
-        zero += 2
+        zero.add_(2)
     taken = watch.take()
     assert plain(taken)["update_ratios"] == [math.inf, 0]
     assert float(taken["update_ratio"]) == math.inf
@@ -265,7 +265,7 @@ def test_parameters_of_every_shape(kind: str) -> None:
     watch = ParameterWatch(named, every=1)
     before = copies(list(named))
     with watch, torch.no_grad():
-        parameter *= 0.999
+        parameter.mul_(0.999)
     by_hand = expected(before, copies(list(named)))
     if kind == "huge":  # the norm of four is beyond float32
         by_hand |= {"param_norm": math.inf}
@@ -330,13 +330,14 @@ def test_dtensors_of_one_process(mesh: Any) -> None:
     watch = ParameterWatch([("w", parameter)], every=1)
     with watch, torch.no_grad():
         assert isinstance(parameter, DTensor)
-        parameter *= 2
+        parameter.mul_(2)
     assert plain(watch.take())["update_ratio"] == pytest.approx(1.0, rel=CLOSE)
 
 
 def test_wrong_arguments() -> None:
     for every in (0, -1, 1.5, True):
-        with pytest.raises(ValueError, match=f"every must be .* at least 1, got {every}"):
+        kind: type[Exception] = ValueError if isinstance(every, int) and every < 1 else TypeError
+        with pytest.raises(kind, match=f"every must be .* at least 1, got {every}"):
             ParameterWatch(net(), every=every)  # type: ignore[arg-type]
     with pytest.raises(TypeError, match="parameters must be a Tensor, a Module, or an iterable"):
         ParameterWatch(3)  # type: ignore[arg-type]

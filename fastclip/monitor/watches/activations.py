@@ -5,7 +5,7 @@ from collections.abc import Callable, Iterable
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
-from fastclip.monitor.watches.every import whole_every
+from fastclip.checks import require
 
 if TYPE_CHECKING:
     from torch import nn
@@ -64,7 +64,8 @@ class ActivationWatch:
     ) -> None:
         from fastclip.monitor.watches.outputs import watched
 
-        self._outputs, handles = watched(model, whole_every(every), modules)
+        require("every", every, "a whole number of at least 1", lambda x: x >= 1, whole=True)
+        self._outputs, handles = watched(model, every, modules)
         self._stats: ActivationStats | None = None
         self._finalizer = weakref.finalize(self, _remove, handles)
         self._finalizer.atexit = False

@@ -3,7 +3,7 @@
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
-from fastclip.monitor.watches.every import whole_every
+from fastclip.checks import require
 
 if TYPE_CHECKING:
     from fastclip.gradients import Parameters
@@ -50,9 +50,10 @@ class ParameterWatch:
     """
 
     def __init__(self, parameters: "Parameters", every: int = 100) -> None:
-        self._every = whole_every(every)
         from fastclip.monitor.watches.updates import Watched
 
+        require("every", every, "a whole number of at least 1", lambda x: x >= 1, whole=True)
+        self._every = every
         self._watched = Watched(parameters)
         self._blocks = 0
         self._open = False

@@ -32,8 +32,8 @@ class Watched:
         """A copy of those that require a gradient; None if none does."""
         entries, names = self._entries
         if self._module is not None:
-            named = gradients.without_ddp(self._module).named_parameters()
-            entries, names = gradients.entries_of(named, none_allowed=False)
+            named = dict(gradients.without_ddp(self._module).named_parameters())
+            entries, names = list(named.values()), list(named)
         trained = [entry if entry.requires_grad else None for entry in entries]
         listed = Listed(trained, names)
         if not listed.grads:
