@@ -45,7 +45,8 @@ def merged(tables: Iterable[LayerTable]) -> tuple[LayerRow, ...]:
     first, *others = tables
     columns = [first.columns.get(column) for column in COLUMNS]
     missing = [None] * len(first.names)
-    rows = list(map(LayerRow, first.names, *(missing if c is None else c for c in columns)))
+    every = zip(first.names, *(missing if c is None else c for c in columns), strict=True)
+    rows = list(map(LayerRow._make, every))
     if not others:
         return tuple(rows)
     found = {row.name: row for row in rows}

@@ -3,13 +3,14 @@
 import atexit
 import weakref
 from collections import deque
-from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple
+from collections.abc import Sequence
+from functools import partial
+from typing import TYPE_CHECKING, Any
 
 from fastclip.checks import require
 from fastclip.monitor.layers import Source
-from fastclip.monitor.observed import Given, Later
-from fastclip.monitor.records import StepRecord, make_record
+from fastclip.monitor.observed import Given, Later, is_tensor
+from fastclip.monitor.records import StepRecord, checked
 
 if TYPE_CHECKING:
     import torch
@@ -46,7 +47,7 @@ class Telemetry:
         self.lag = lag
         self.layers_every = layers_every
         self.layers_before = layers_before
-        self._rows: deque[Row] = deque()
+        self._rows: deque[tuple[int, Row]] = deque()  # and when each is due
         self._seen = 0  # rows put in
         self._monitor: weakref.ref[Monitor] | None = None
 
@@ -59,40 +60,22 @@ class Telemetry:
 
     def put(self, given: Given) -> None:
         """Start the copies of a row, and queue it."""
-        named = [(name, v) for name, v in given.fields.items() if isinstance(v, Later)]
-        tensors = {id(t): t for _, value in named for t in value.tensors}
-        tensors.update((id(t), t) for value in given.layers for t in value.tensors)
-        places = {key: place for place, key in enumerate(tensors)}
+        row = Row(given)
         lag = self.lag
         if lag is None:
-            lag = LAG if any(t.device.type != "cpu" for t in tensors.values()) else 0
-        copies = Copies(list(tensors.values()))
-
-        def awaited(value: Later) -> Callable[[], Any]:
-            own, make = [places[id(t)] for t in value.tensors], value.make
-            return lambda: make(*(copies.pieces()[place] for place in own))
-
-        fields = {name: v for name, v in given.fields.items() if not isinstance(v, Later)}
+            lag = LAG if row.devices else 0
         self._seen += 1
-        self._rows.append(
-            Row(
-                self._seen + lag,
-                fields,
-                {name: awaited(value) for name, value in named},
-                [awaited(value) for value in given.layers],
-                given.measured,
-            )
-        )
+        self._rows.append((self._seen + lag, row))
 
     def due(self) -> "Row | None":
         """The next row, if its time has come; it leaves the queue."""
-        if self._rows and self._rows[0].due <= self._seen:
-            return self._rows.popleft()
+        if self._rows and self._rows[0][0] <= self._seen:
+            return self.pop()
         return None
 
     def pop(self) -> "Row":
         """The next row, whether its time has come or not."""
-        return self._rows.popleft()
+        return self._rows.popleft()[1]
 
     def __len__(self) -> int:
         """Rows that are queued."""
@@ -110,80 +93,83 @@ def _require_count(name: str, value: object) -> None:
     require(name, value, "a whole number of at least 0", lambda x: x >= 0, whole=True)
 
 
-class Row(NamedTuple):
-    """One call of observe, which leaves at the call number `due`.
+class Row:
+    """One call of observe, with copies of its tensors under way to the host.
 
-    `fields` on the host, and calls that wait for the others, `awaited`, and for what rows of layers
-    are made of, `layers`. `measured`: those come from a watch.
+    The numbers of one device and dtype are gathered by one launch and copied together, other
+    tensors one by one: a loss and statistics of a global threshold take two launches and three
+    copies (the table; norm, coefficient and loss; two flags). Copies go into pinned memory, on the
+    current stream, so whatever changes a tensor later comes after them.
     """
 
-    due: int
-    fields: dict[str, Any]
-    awaited: dict[str, Callable[[], Any]]
-    layers: Sequence[Source]
-    measured: bool
-
-    @property
-    def numbered(self) -> bool:
-        """Whether the attempt was given."""
-        return "attempt" in self.fields or "attempt" in self.awaited
+    def __init__(self, given: Given) -> None:
+        self._fields: dict[str, Any] = {}  # on the host already
+        self._numbers: list[tuple[list[str], Tensor]] = []
+        self._made: list[tuple[str, Source]] = []
+        self.layers: list[Source] = []  # what rows of layers are made of, once `record` was called
+        self.measured = given.measured
+        self.numbered = "attempt" in given.fields
+        self.devices: set[torch.device] = set()  # that copies come from, but for the CPU
+        groups: dict[Any, list[tuple[str, Tensor]]] = {}
+        copies: dict[int, Tensor] = {}
+        for name, value in given.fields.items():
+            if isinstance(value, Later):
+                self._made.append((name, self._begun(value, copies)))
+            elif is_tensor(value):
+                groups.setdefault((value.dtype, value.device), []).append((name, value))
+            else:
+                self._fields[name] = value
+        self.layers = [self._begun(value, copies) for value in given.layers]
+        for pairs in groups.values():
+            self._numbers.append(([name for name, _ in pairs], self._gathered(pairs)))
+        self._events = [_recorded(device) for device in self.devices]
 
     def record(self) -> StepRecord:
         """Wait for the copies; the record, with `attempt` 0 where none was given.
 
         Raises `TypeError` where a tensor held something that its field does not take.
         """
-        return make_record(
-            {**self.fields, **{name: value() for name, value in self.awaited.items()}}
-        )
+        for event in self._events:
+            if event is not None:
+                event.synchronize()
+        read = [(name, make()) for name, make in self._made]
+        for names, numbers in self._numbers:
+            read.extend(zip(names, numbers.tolist(), strict=True))
+        return StepRecord(**self._fields, **{name: checked(name, value) for name, value in read})
+
+    def _gathered(self, pairs: "Sequence[tuple[str, Tensor]]") -> "Tensor":
+        import torch
+
+        numbers = [_plain(tensor) for _, tensor in pairs]
+        numbers = [number.reshape(()) if number.dim() else number for number in numbers]
+        return self._copied(torch.stack(numbers), new=True)
+
+    def _begun(self, value: Later, copies: "dict[int, Tensor]") -> Source:
+        for tensor in value.tensors:
+            if id(tensor) not in copies:
+                copies[id(tensor)] = self._copied(_plain(tensor))
+        return partial(value.make, *(copies[id(tensor)] for tensor in value.tensors))
+
+    def _copied(self, tensor: "Tensor", new: bool = False) -> "Tensor":
+        """A copy on the host, perhaps still under way. A `new` tensor is nobody else's."""
+        import torch
+
+        if tensor.is_cpu:
+            return tensor if new else tensor.clone()
+        self.devices.add(tensor.device)
+        if not _pins(tensor.device):
+            return tensor.cpu()
+        host = torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu", pin_memory=True)
+        return host.copy_(tensor, non_blocking=True)
 
 
-class Copies:
-    """Copies of tensors on the host, begun now and waited for when they are asked for.
-
-    Per device and dtype one copy, after one launch that gathers the tensors if they are several;
-    into pinned memory, on the current stream, so that what later changes a tensor comes after it.
-    """
-
-    def __init__(self, tensors: Sequence["Tensor"]) -> None:
-        groups: dict[Any, list[int]] = {}
-        for place, tensor in enumerate(tensors):
-            groups.setdefault((tensor.device, tensor.dtype), []).append(place)
-        self._groups = [_begun([tensors[place] for place in group]) for group in groups.values()]
-        self._events = [_recorded(device) for device in {device for device, _ in groups}]
-        self._places = [place for group in groups.values() for place in group]
-        self._pieces: list[Tensor] | None = None
-
-    def pieces(self) -> "list[Tensor]":
-        """A copy of each tensor, in one dimension."""
-        if self._pieces is None:
-            for event in self._events:
-                if event is not None:
-                    event.synchronize()
-            found = [piece for host, sizes in self._groups for piece in host.split(sizes)]
-            by_place = dict(zip(self._places, found, strict=True))
-            self._pieces = [by_place[place] for place in range(len(found))]
-        return self._pieces
-
-
-def _begun(tensors: "Sequence[Tensor]") -> "tuple[Tensor, list[int]]":
-    """One copy of tensors of one device and dtype, not yet waited for; their sizes in it."""
-    import torch
-
-    with torch.no_grad():
-        flat = [tensor.reshape(-1) for tensor in tensors]
-        sizes = [len(one) for one in flat]
-        packed = flat[0] if len(flat) == 1 else torch.cat(flat)
-        if packed.device.type == "cpu":
-            return packed.clone() if len(flat) == 1 else packed, sizes
-        if not _pins(packed.device):
-            return packed.cpu(), sizes
-        host = torch.empty(len(packed), dtype=packed.dtype, device="cpu", pin_memory=True)
-        return host.copy_(packed, non_blocking=True), sizes
+def _plain(tensor: "Tensor") -> "Tensor":
+    """The tensor outside of any graph."""
+    return tensor.detach() if tensor.requires_grad else tensor
 
 
 def _recorded(device: "torch.device") -> "torch.Event | None":
-    """An event behind the copies that were begun on a device."""
+    """An event behind the copies from a device; None if they were waited for."""
     import torch
 
     if not _pins(device):
@@ -194,7 +180,7 @@ def _recorded(device: "torch.device") -> "torch.Event | None":
 
 
 def _pins(device: "torch.device") -> bool:
-    """Whether there is pinned memory for copies from a device: for the accelerator's."""
+    """Whether there is pinned memory for copies from a device: for those of the accelerator."""
     import torch
 
     accelerator = torch.accelerator.current_accelerator()
