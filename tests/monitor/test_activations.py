@@ -14,6 +14,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch._subclasses import FakeTensorMode
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard
 from torch.testing._internal.distributed.fake_pg import FakeStore
@@ -209,10 +210,16 @@ def test_outputs_of_every_kind(kind: str) -> None:
     assert found(watch) == {"": row}
 
 
+def fake() -> Tensor:
+    with FakeTensorMode():
+        return torch.ones(2)
+
+
 NOTHING: dict[str, Any] = {
     "integers": torch.tensor([7]),
     "none": None,
     "meta": torch.ones(2, device="meta"),
+    "fake": fake(),
     "other": object(),
 }
 
@@ -237,18 +244,33 @@ def test_nested(layout: torch.layout) -> None:
     assert found(watch) == {"": (2.0, 0, 0)}
 
 
-def test_an_output_that_cannot_be_measured_is_an_error_with_the_way_out() -> None:
-    from torch._subclasses.fake_tensor import FakeTensorMode
+class Opaque(Tensor):
+    """A subclass without memory of its own."""
 
-    with FakeTensorMode():
-        fake = torch.ones(2)
-    model = nn.Sequential(OrderedDict(odd=Returning(fake)))
+    @staticmethod
+    def __new__(cls) -> "Opaque":
+        return Tensor._make_wrapper_subclass(cls, (2,))
+
+    @classmethod
+    def __torch_dispatch__(  # type: ignore[override]
+        cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        raise NotImplementedError(func)
+
+
+@pytest.mark.filterwarnings("ignore:Sparse CSR tensor support is in beta")
+def test_an_output_that_cannot_be_measured_is_an_error_with_the_way_out() -> None:
+    model = nn.Sequential(OrderedDict(odd=Returning(Opaque())))
     watch = ActivationWatch(model)
-    with pytest.raises(TypeError, match=r"'odd' returned a FakeTensor, .* leave it out with"):
+    with pytest.raises(TypeError, match=r"'odd' returned a Opaque, .* leave it out with"):
         model(torch.ones(1))
     watch.remove()
-    ActivationWatch(model, modules=lambda name, module: name == "")
-    model(torch.ones(1))
+    csr = torch.eye(2).to_sparse_csr()
+    model = nn.Sequential(OrderedDict(odd=Returning(csr)))
+    watch = ActivationWatch(model)
+    with pytest.raises(TypeError, match=r"'odd' returned a tensor of layout torch.sparse_csr"):
+        model(torch.ones(1))
+    watch.remove()
 
 
 @pytest.fixture
@@ -276,7 +298,10 @@ def test_forward_passes_of_one_step_are_put_together() -> None:
     watch = ActivationWatch(model)
     for x in batches:
         model(x)
-    assert found(watch) == dict(zip(("0", "1", "2", ""), by_hand, strict=True))
+    taken = watch.take()
+    assert math.isnan(taken["activation_max"])
+    rows = {row.name: (row.max_abs, row.nan, row.inf) for row in watch.stats().cpu().modules()}
+    assert rows == dict(zip(("0", "1", "2", ""), by_hand, strict=True))
     assert watch.take() == {}
     model(batches[0])
     assert found(watch)["0"] == expected(model[0](batches[0]))
@@ -493,6 +518,18 @@ def test_transforms_of_functions_are_passed_over() -> None:
     torch.func.grad(lambda x: model(x).sum())(inputs())
     torch.vmap(model)(inputs())
     assert watch.take() == {}
+
+
+@pytest.mark.filterwarnings("ignore:.*torch.jit.trace.*:DeprecationWarning")
+def test_a_watched_model_is_traced_and_exported_as_it_is() -> None:
+    model, x = mlp(), inputs()
+    watch = ActivationWatch(model)
+    traced = torch.jit.trace(model, (x,))
+    exported = torch.export.export(model, (x,)).module()
+    assert watch.take() == {}
+    assert torch.equal(traced(x), model(x))
+    assert torch.equal(exported(x), model(x))
+    assert "fastclip" not in str(traced.graph)
 
 
 @pytest.mark.parametrize("mode", MODES)
