@@ -33,8 +33,8 @@ class ActivationWatch:
     outputs are passed over, as are tensors without values (meta, fake). Only forward passes with
     gradients enabled count, so that validation under ``torch.no_grad()`` does not. A module that
     activation checkpointing runs again during backward counts once. A tensor that several modules
-    return, as a Sequential does its last module's, is read once and counts for each. Modules that put
-    out infinities on purpose, as masks do, are left out with `modules`.
+    return, as a Sequential does its last module's, is read once and counts for each. Leave out with
+    `modules` what puts out infinities on purpose, as masks do.
 
     Each process measures its own batch. Where processes have to decide the same, reduce
     `activation_max` as the loss and give it to `Monitor.observe`, whose keywords win.
