@@ -36,8 +36,8 @@ class ActivationWatch:
     return, as a Sequential does its last module's, is read once and counts for each. Leave out with
     `modules` what puts out infinities on purpose, as masks do.
 
-    Each process measures its own batch. Where processes have to decide the same, reduce
-    `activation_max` as the loss and give it to `Monitor.observe`, whose keywords win.
+    Each process measures its own batch. Where processes have to decide the same, do not give the
+    watch to the Monitor: call `take`, reduce `activation_max` as the loss, and observe that.
 
     Under torch.compile hooks are Python, and each is a graph break (an error with
     ``fullgraph=True``). Hooks have to be there when a model is compiled: torch does not look for
