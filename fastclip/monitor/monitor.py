@@ -68,8 +68,9 @@ class Monitor:
         self.detectors = tuple(default_detectors() if detectors is None else detectors)
         self.sinks = tuple(sinks)
         self.watches = tuple(watches)
-        self.telemetry = Telemetry() if telemetry is None else telemetry
         _require_parts(self.detectors, self.sinks, self.watches)
+        if not isinstance(telemetry, Telemetry | None):
+            raise TypeError(f"telemetry must be a Telemetry, got {telemetry!r:.80}")
         self._attempt, self._step = _NOTHING  # of the newest record
         self._logged = _newest(self.sinks)  # the same in the logs that are continued
         self._bands = Bands()
@@ -77,18 +78,25 @@ class Monitor:
         # What the states were after which step. The first entry is from before any.
         self._history: deque[tuple[float, States]] = deque(maxlen=KEPT + 1)
         self._history.append((-math.inf, self._empty()))
-        self._carriers = Carriers(self.telemetry.layers_every, self.telemetry.layers_before)
+        telemetry = Telemetry() if telemetry is None else telemetry
+        self._carriers = Carriers(telemetry.layers_every, telemetry.layers_before)
         self._events: list[Event] = []  # found, and not yet returned
         self._busy = False  # judging or writing a record
         self._closed = False
-        self.telemetry.join(self)
+        telemetry.join(self)
+        self.telemetry = telemetry
 
     def __enter__(self) -> "Monitor":
-        self._require_open()
+        if self._closed:
+            raise RuntimeError("this Monitor is closed, and so are its sinks: make a new one")
         return self
 
     def __exit__(self, *raised: object) -> None:
         self.close()
+
+    def __del__(self) -> None:
+        if hasattr(self, "telemetry") and self.telemetry:  # has rows that would be lost
+            self._drain()
 
     @property
     def attempt(self) -> int:
@@ -103,7 +111,9 @@ class Monitor:
         None is as good as missing. `layers` may also be a `LayerTable`. Numbers and NumPy scalars
         are read at once, tensors as `Telemetry` says.
         """
-        self._require_open()
+        self._require_idle()
+        if self._closed:
+            raise RuntimeError("this Monitor is closed, and so are its sinks: make a new one")
         self.telemetry.put(given(step, stats, self.watches, fields))
         while (row := self.telemetry.due()) is not None:
             self._take(row)
@@ -120,6 +130,7 @@ class Monitor:
     def close(self) -> None:
         """Observe what is still being read back, then close the sinks. What `flush` returns after
         it are the events of that."""
+        self._require_idle()
         if self._closed:
             return
         with ExitStack() as last:
@@ -180,16 +191,14 @@ class Monitor:
         self._step = max(self._step, step)
 
     def _drain(self) -> None:
+        """Observe all rows that are queued; an error of one does not hold back the others."""
+        self._require_idle()
         with ExitStack() as rows:
             for _ in range(len(self.telemetry)):
                 rows.callback(lambda: self._take(self.telemetry.pop()))
 
     def _take(self, row: Row) -> None:
         """Judge a row that has left the queue, and give it to the sinks."""
-        if self._busy:
-            raise RuntimeError(
-                "a detector or a sink called its own Monitor, which is in the middle of a record"
-            )
         self._busy = True
         try:
             self._judge_and_write(row)
@@ -210,7 +219,12 @@ class Monitor:
         self._carriers.keep(record, row.layers)
         self._events += events
         self._logged = _NOTHING
-        with ExitStack() as calls:  # which makes all of them, whatever one of them raises
+        if self.sinks:
+            self._write(record, events, amended)
+
+    def _write(self, record: StepRecord, events: list[Event], amended: list[StepRecord]) -> None:
+        """Give a record to all sinks, whatever one of them raises."""
+        with ExitStack() as calls:
             for sink in reversed(self.sinks):
                 if amended and hasattr(sink, "amend"):
                     for old in reversed(amended):
@@ -230,9 +244,11 @@ class Monitor:
         events, self._events = self._events, []
         return events
 
-    def _require_open(self) -> None:
-        if self._closed:
-            raise RuntimeError("this Monitor is closed, and so are its sinks: make a new one")
+    def _require_idle(self) -> None:
+        if self._busy:
+            raise RuntimeError(
+                "a detector or a sink called its own Monitor, which is in the middle of a record"
+            )
 
     def _judged(self, record: StepRecord) -> tuple[list[Event], States]:
         """The events of a record, and the states it leaves."""

@@ -5,7 +5,7 @@ from collections.abc import Callable, Iterable, Mapping
 from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
-from fastclip.monitor.layers import LayerTable, require_table
+from fastclip.monitor.layers import LayerTable, merged, require_table
 from fastclip.monitor.records import NAMES, checked
 
 if TYPE_CHECKING:
@@ -74,12 +74,10 @@ def given(
     for watch in watches:
         taken = _from_watch(watch)
         rows = taken.pop("layers", None)
-        found.update(taken)
+        found.update((name, _taken_in(name, value)) for name, value in taken.items())
         if rows is not None:
-            layers.append(rows)
+            layers.append(_of_table(rows))
             measured = True
-    if isinstance(own.get("layers"), Later):
-        layers, measured = [own.pop("layers")], True
     found.update(own)
     return Given(found, layers, measured)
 
@@ -92,7 +90,7 @@ def _from_watch(watch: Watch) -> dict[str, Any]:
             raise TypeError(f"{kind}.take() gave {name!r}, which a record has not")
     if not isinstance(taken.get("layers", _NO_LAYERS), LayerTable):
         raise TypeError(f"the layers of {kind}.take() must be a LayerTable")
-    return {name: _taken_in(name, value) for name, value in taken.items()}
+    return taken
 
 
 def _from_stats(stats: "GradStats") -> dict[str, Any]:
@@ -142,7 +140,7 @@ def _taken_in(name: str, value: Any) -> Any:
     if name == "batch":
         return _batch(value)
     if name == "layers":
-        return _of_table(value) if isinstance(value, LayerTable) else checked(name, value)
+        return _rows(value) if isinstance(value, LayerTable) else checked(name, value)
     if is_tensor(value):
         _require_readable(name, value)
         if value.numel() != 1:
@@ -163,8 +161,7 @@ def _of_table(table: LayerTable) -> Later:
     tensors: dict[str, Any] = {n: c for n, c in table.columns.items() if is_tensor(c)}
     for name, column in tensors.items():
         _require_readable(f"the column {name!r} of layers", column)
-    # A copy: the caller may go on to change its lists.
-    others = {name: list(c) for name, c in table.columns.items() if name not in tensors}
+    others = {name: _column(name, c) for name, c in table.columns.items() if name not in tensors}
     names, measured = table.names, tuple(tensors)
 
     def make(*columns: "Tensor") -> LayerTable:
@@ -172,6 +169,19 @@ def _of_table(table: LayerTable) -> Later:
         return LayerTable(names, {**others, **read})
 
     return Later(tuple(tensors.values()), make)
+
+
+def _column(name: str, numbers: Iterable[Any]) -> list[Any]:
+    """A copy, for the caller may go on to change its own."""
+    try:
+        return [None if number is None else float(number) for number in numbers]
+    except (TypeError, ValueError) as error:
+        raise TypeError(f"the column {name!r} of layers must be numbers: {error}") from error
+
+
+def _rows(table: LayerTable) -> Later:
+    tensors, make = _of_table(table)
+    return Later(tensors, lambda *columns: merged([make(*columns)]))
 
 
 class _Place(int):
