@@ -3,9 +3,9 @@
 import math
 import os
 from collections import deque
-from collections.abc import Iterable, Sequence
-from contextlib import ExitStack
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import TYPE_CHECKING, Any, Protocol
 
 from fastclip.monitor.bands import Bands
@@ -133,12 +133,9 @@ class Monitor:
         self._require_idle()
         if self._closed:
             return
-        with ExitStack() as last:
-            for sink in reversed(self.sinks):
-                if hasattr(sink, "close"):
-                    last.callback(sink.close)
-            last.callback(setattr, self, "_closed", True)
-            self._drain()
+        self._closed = True
+        closing = [sink.close for sink in self.sinks if hasattr(sink, "close")]
+        _call_all(iter([self._drain, *closing]))
 
     def replay(self, log: str | os.PathLike[str] | Iterable[StepRecord]) -> list[Event]:
         """Observe the records of a log, and write them to no sink; their events."""
@@ -193,9 +190,10 @@ class Monitor:
     def _drain(self) -> None:
         """Observe all rows that are queued; an error of one does not hold back the others."""
         self._require_idle()
-        with ExitStack() as rows:
-            for _ in range(len(self.telemetry)):
-                rows.callback(lambda: self._take(self.telemetry.pop()))
+        _call_all(iter([self._take_next] * len(self.telemetry)))
+
+    def _take_next(self) -> None:
+        self._take(self.telemetry.pop())
 
     def _take(self, row: Row) -> None:
         """Judge a row that has left the queue, and give it to the sinks."""
@@ -224,12 +222,12 @@ class Monitor:
 
     def _write(self, record: StepRecord, events: list[Event], amended: list[StepRecord]) -> None:
         """Give a record to all sinks, whatever one of them raises."""
-        with ExitStack() as calls:
-            for sink in reversed(self.sinks):
-                if amended and hasattr(sink, "amend"):
-                    for old in reversed(amended):
-                        calls.callback(sink.amend, old)
-                calls.callback(sink.write, record, events)
+        calls: list[Callable[[], object]] = []
+        for sink in self.sinks:
+            calls.append(partial(sink.write, record, events))
+            if amended and hasattr(sink, "amend"):
+                calls += [partial(sink.amend, old) for old in amended]
+        _call_all(iter(calls))
 
     def _numbered(self, row: Row) -> StepRecord:
         """The record of a row; of the attempt that now goes on, unless it names one."""
@@ -299,6 +297,17 @@ def _with_onset(event: Event, onset: tuple[int, str] | None) -> Event:
         return event
     step, metric = onset or (event.step, event.metric)
     return replace(event, onset=step, onset_metric=metric)
+
+
+def _call_all(calls: Iterator[Callable[[], object]]) -> None:
+    """Make all calls, whatever one of them raises: then the last error, with those before as its
+    context."""
+    try:
+        for call in calls:
+            call()
+    except BaseException:
+        _call_all(calls)  # those that are left
+        raise
 
 
 def _keys(detectors: Sequence[Detector]) -> list[str]:

@@ -108,7 +108,7 @@ def _from_stats(stats: "GradStats") -> dict[str, Any]:
 
 def _smallest(coef: "Tensor") -> Any:
     """Of the coefficients of a rule per tensor; without a tensor nothing is scaled."""
-    return coef.min().item() if coef.numel() else 1.0
+    return coef.min().tolist() if coef.numel() else 1.0
 
 
 def _nonfinite(table: "Tensor") -> int:
