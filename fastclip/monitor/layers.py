@@ -17,11 +17,11 @@ class LayerTable(NamedTuple):
     """Numbers of n layers by column: what a watch or a caller has of them.
 
     `columns` has names of fields of `LayerRow`, and n numbers for each: a tensor ``[n]``, which may
-    be on a device, or a sequence.
+    be on a device, or a sequence, in which None is missing.
     """
 
     names: tuple[str, ...]
-    columns: Mapping[str, "Tensor | Sequence[float]"]
+    columns: Mapping[str, "Tensor | Sequence[float | None]"]
 
 
 Source: TypeAlias = Callable[[], LayerTable]  # of columns on the host
