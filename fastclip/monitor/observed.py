@@ -6,7 +6,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 from fastclip.monitor.layers import LayerTable, merged, require_table
-from fastclip.monitor.records import NAMES, checked
+from fastclip.monitor.records import AS_IT_IS, NAMES, checked
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -61,10 +61,11 @@ def given(
         if name not in _KNOWN:
             raise TypeError(f"a record has no {name!r}; its fields are {', '.join(NAMES)}")
         if value is not None:
-            own[name] = _taken_in(name, value)
+            plain = type(value) is AS_IT_IS.get(name)
+            own[name] = value if plain else _taken_in(name, value)
     if step is None:
         raise TypeError("a record needs a step")
-    own["step"] = _taken_in("step", step)
+    own["step"] = step if type(step) is int else _taken_in("step", step)
     layers: list[Later] = []
     found: dict[str, Any] = {}
     if stats is not None:

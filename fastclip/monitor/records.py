@@ -177,8 +177,8 @@ _FIELDS: dict[str, tuple[Callable[[Any], Any], str]] = {
     "layers": (_layers, "a sequence of LayerRow"),
 }
 # Of such a type nothing has to be checked, which is most of the time that a check takes.
-_AS_IT_IS = {**dict.fromkeys(METRICS, float), "clipped": bool, "skipped": bool, "step": int}
-del _AS_IT_IS["nonfinite_count"]
+AS_IT_IS = {**dict.fromkeys(METRICS, float), "clipped": bool, "skipped": bool, "step": int}
+del AS_IT_IS["nonfinite_count"]
 NAMES = tuple(field.name for field in fields(StepRecord))
 _DEFAULTS = {field.name: field.default for field in fields(StepRecord)}
 
@@ -188,7 +188,7 @@ def checked(name: str, value: Any) -> Any:
 
     Raises `TypeError` naming the field if it is of the wrong kind.
     """
-    if type(value) is _AS_IT_IS.get(name):
+    if type(value) is AS_IT_IS.get(name):
         return value
     convert, what = _FIELDS[name]
     try:

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from fastclip.monitor.monitor import Monitor
 
 LAG = 2  # rows, where a device has numbers of them
-_PLAIN = frozenset((float, int, bool))
+_PLAIN = frozenset((float, int, bool))  # most values, told from tensors by one look-up
 
 
 class Telemetry:
