@@ -3,22 +3,22 @@
 import atexit
 import weakref
 from collections import deque
-from collections.abc import Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from fastclip.checks import require
 from fastclip.monitor.layers import Source
-from fastclip.monitor.observed import Given, Later, is_tensor
-from fastclip.monitor.records import StepRecord, checked
+from fastclip.monitor.observed import Given, Later
+from fastclip.monitor.records import AS_IT_IS, NOT_NUMBERS, StepRecord, checked, unchecked
 
 if TYPE_CHECKING:
-    import torch
-    from torch import Tensor
+    from torch import Event, Tensor
+    from torch import device as Device
 
     from fastclip.monitor.monitor import Monitor
 
 LAG = 2  # rows, where a device has numbers of them
+_PLAIN = frozenset((float, int, bool))  # most values, told from tensors by one look-up
 
 
 class Telemetry:
@@ -49,14 +49,20 @@ class Telemetry:
         self.layers_before = layers_before
         self._rows: deque[tuple[int, Row]] = deque()  # and when each is due
         self._seen = 0  # rows put in
-        self._monitor: weakref.ref[Monitor] | None = None
+        self._joined = False
 
     def join(self, monitor: "Monitor") -> None:
-        """Belong to a Monitor from now on. Raises `ValueError` if there is one already."""
-        if self._monitor is not None:
+        """Belong to a Monitor, which is flushed when the process ends if it is still there.
+
+        Raises `ValueError` if it belongs to one already.
+        """
+        if self._joined:
             raise ValueError("this Telemetry belongs to another Monitor: each needs one of its own")
-        self._monitor = weakref.ref(monitor)
-        atexit.register(_flush, self._monitor)
+        self._joined = True
+        # Registered here, after its sinks were made: what those do at exit is done after this.
+        flush = partial(_flush, weakref.ref(monitor))
+        atexit.register(flush)
+        weakref.finalize(monitor, atexit.unregister, flush).atexit = False
 
     def put(self, given: Given) -> None:
         """Start the copies of a row, and queue it."""
@@ -83,10 +89,9 @@ class Telemetry:
 
 
 def _flush(monitor: "weakref.ref[Monitor]") -> None:
-    """Write what is left when the process ends."""
-    found = monitor()
-    if found is not None:
-        found.flush()
+    left = monitor()
+    if left is not None:
+        left.flush()
 
 
 def _require_count(name: str, value: object) -> None:
@@ -106,22 +111,29 @@ class Row:
         self._fields: dict[str, Any] = {}  # on the host already
         self._numbers: list[tuple[list[str], Tensor]] = []
         self._made: list[tuple[str, Source]] = []
-        self.layers: list[Source] = []  # what rows of layers are made of, once `record` was called
         self.measured = given.measured
         self.numbered = "attempt" in given.fields
-        self.devices: set[torch.device] = set()  # that copies come from, but for the CPU
-        groups: dict[Any, list[tuple[str, Tensor]]] = {}
+        self.devices: set[Device] = set()  # that copies come from, but for the CPU
+        groups: dict[Any, tuple[list[str], list[Tensor]]] = {}
         copies: dict[int, Tensor] = {}
         for name, value in given.fields.items():
-            if isinstance(value, Later):
-                self._made.append((name, self._begun(value, copies)))
-            elif is_tensor(value):
-                groups.setdefault((value.dtype, value.device), []).append((name, value))
-            else:
+            if type(value) in _PLAIN or (name in NOT_NUMBERS and type(value) is not Later):
                 self._fields[name] = value
-        self.layers = [self._begun(value, copies) for value in given.layers]
-        for pairs in groups.values():
-            self._numbers.append(([name for name, _ in pairs], self._gathered(pairs)))
+            elif type(value) is Later:
+                self._made.append((name, self._begun(value, copies)))
+            else:
+                key = value.dtype, value.device
+                if key not in groups:
+                    groups[key] = [], []
+                names, tensors = groups[key]
+                names.append(name)
+                tensors.append(value)
+        # What rows of layers are made of; to be called after `record`.
+        self.layers: list[Source] = [self._begun(value, copies) for value in given.layers]
+        for names, tensors in groups.values():
+            import torch
+
+            self._numbers.append((names, self._copied(torch.stack(tensors), new=True)))
         self._events = [_recorded(device) for device in self.devices]
 
     def record(self) -> StepRecord:
@@ -132,30 +144,37 @@ class Row:
         for event in self._events:
             if event is not None:
                 event.synchronize()
-        read = [(name, make()) for name, make in self._made]
+        values = dict(self._fields)
+        for name, make in self._made:
+            values[name] = make()
         for names, numbers in self._numbers:
-            read.extend(zip(names, numbers.tolist(), strict=True))
-        return StepRecord(**self._fields, **{name: checked(name, value) for name, value in read})
+            for name, number in zip(names, numbers.tolist(), strict=True):
+                plain = type(number) is AS_IT_IS.get(name)
+                values[name] = number if plain else self._checked(name, number)
+        return unchecked(values)
 
-    def _gathered(self, pairs: "Sequence[tuple[str, Tensor]]") -> "Tensor":
-        import torch
-
-        numbers = [_plain(tensor) for _, tensor in pairs]
-        numbers = [number.reshape(()) if number.dim() else number for number in numbers]
-        return self._copied(torch.stack(numbers), new=True)
+    def _checked(self, name: str, value: Any) -> Any:
+        try:
+            return checked(name, value)
+        except TypeError as error:
+            step = self._fields.get("step", "that is on a device")
+            raise TypeError(f"{error}, in the row of the step {step}") from error
 
     def _begun(self, value: Later, copies: "dict[int, Tensor]") -> Source:
+        own = []
         for tensor in value.tensors:
-            if id(tensor) not in copies:
-                copies[id(tensor)] = self._copied(_plain(tensor))
-        return partial(value.make, *(copies[id(tensor)] for tensor in value.tensors))
+            copy = copies.get(id(tensor))
+            if copy is None:
+                copy = copies[id(tensor)] = self._copied(tensor)
+            own.append(copy)
+        return partial(value.make, *own)
 
     def _copied(self, tensor: "Tensor", new: bool = False) -> "Tensor":
         """A copy on the host, perhaps still under way. A `new` tensor is nobody else's."""
-        import torch
-
         if tensor.is_cpu:
             return tensor if new else tensor.clone()
+        import torch
+
         self.devices.add(tensor.device)
         if not _pins(tensor.device):
             return tensor.cpu()
@@ -163,12 +182,7 @@ class Row:
         return host.copy_(tensor, non_blocking=True)
 
 
-def _plain(tensor: "Tensor") -> "Tensor":
-    """The tensor outside of any graph."""
-    return tensor.detach() if tensor.requires_grad else tensor
-
-
-def _recorded(device: "torch.device") -> "torch.Event | None":
+def _recorded(device: "Device") -> "Event | None":
     """An event behind the copies from a device; None if they were waited for."""
     import torch
 
@@ -179,7 +193,7 @@ def _recorded(device: "torch.device") -> "torch.Event | None":
     return event
 
 
-def _pins(device: "torch.device") -> bool:
+def _pins(device: "Device") -> bool:
     """Whether there is pinned memory for copies from a device: for those of the accelerator."""
     import torch
 

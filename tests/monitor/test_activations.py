@@ -1,75 +1,31 @@
 """ActivationWatch: what it measures, against plain float64, and what it leaves alone."""
 
-import copy
 import math
-import pickle
-import threading
-import weakref
 from collections import OrderedDict
-from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
+from torch._subclasses import FakeTensorMode
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard
-from torch.testing._internal.distributed.fake_pg import FakeStore
-from torch.utils.checkpoint import checkpoint
 
 from fastclip.monitor import ActivationWatch
 from fastclip.monitor.watches import outputs as outputs_module
 from fastclip.monitor.watches.outputs import PENDING, ActivationStats
-from tests.forbidding import MODES, NoReads
-
-
-class Returning(nn.Module):
-    """Puts out what it was made with, whatever comes in."""
-
-    def __init__(self, output: Any) -> None:
-        super().__init__()
-        self.output = output
-
-    def forward(self, x: Tensor) -> Any:
-        return self.output
-
-
-def mlp() -> nn.Sequential:
-    torch.manual_seed(0)
-    return nn.Sequential(nn.Linear(6, 8), nn.ReLU(), nn.Linear(8, 3))
-
-
-def inputs(seed: int = 0, rows: int = 5) -> Tensor:
-    return torch.randn(rows, 6, generator=torch.Generator().manual_seed(seed))
-
-
-def outputs(model: nn.Sequential, x: Tensor) -> list[Tensor]:
-    """Of each module, of the model last."""
-    found = []
-    for module in model:
-        x = module(x)
-        found.append(x.detach().clone())
-    return [*found, found[-1]]
-
-
-def ended(watch: ActivationWatch) -> ActivationStats:
-    assert watch.take()
-    return watch.stats().cpu()
-
-
-def found(watch: ActivationWatch) -> dict[str, tuple[float, int, int]]:
-    """Of each module the largest magnitude, NaN and infinite elements."""
-    return {row.name: (row.max_abs, row.nan, row.inf) for row in ended(watch).modules()}
-
-
-def expected(*tensors: Tensor) -> tuple[float, int, int]:
-    """The same of some outputs, computed plainly."""
-    every = torch.cat([tensor.detach().double().reshape(-1) for tensor in tensors])
-    finite = every[every.isfinite()].abs()
-    largest = float(finite.max()) if len(finite) else 0.0
-    return largest, int(every.isnan().sum()), int(every.isinf().sum())
+from tests.monitor.activations import (
+    Returning,
+    Twice,
+    ended,
+    expected,
+    found,
+    inputs,
+    mlp,
+    one_of_two,
+    outputs,
+)
 
 
 def test_every_module_is_measured_innermost_first() -> None:
@@ -209,10 +165,16 @@ def test_outputs_of_every_kind(kind: str) -> None:
     assert found(watch) == {"": row}
 
 
+def fake() -> Tensor:
+    with FakeTensorMode():
+        return torch.ones(2)
+
+
 NOTHING: dict[str, Any] = {
     "integers": torch.tensor([7]),
     "none": None,
     "meta": torch.ones(2, device="meta"),
+    "fake": fake(),
     "other": object(),
 }
 
@@ -237,32 +199,42 @@ def test_nested(layout: torch.layout) -> None:
     assert found(watch) == {"": (2.0, 0, 0)}
 
 
-def test_an_output_that_cannot_be_measured_is_an_error_with_the_way_out() -> None:
-    from torch._subclasses.fake_tensor import FakeTensorMode
+class Opaque(Tensor):
+    """A subclass without memory of its own."""
 
-    with FakeTensorMode():
-        fake = torch.ones(2)
-    model = nn.Sequential(OrderedDict(odd=Returning(fake)))
+    @staticmethod
+    def __new__(cls) -> "Opaque":
+        return Tensor._make_wrapper_subclass(cls, (2,))
+
+    @classmethod
+    def __torch_dispatch__(  # type: ignore[override]
+        cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        raise NotImplementedError(func)
+
+
+@pytest.mark.filterwarnings("ignore:Sparse CSR tensor support is in beta")
+def test_an_output_that_cannot_be_measured_is_an_error_with_the_way_out() -> None:
+    model = nn.Sequential(OrderedDict(odd=Returning(Opaque())))
     watch = ActivationWatch(model)
-    with pytest.raises(TypeError, match=r"'odd' returned a FakeTensor, .* leave it out with"):
+    with pytest.raises(TypeError, match=r"'odd' returned a Opaque, .* leave it out with"):
         model(torch.ones(1))
     watch.remove()
-    ActivationWatch(model, modules=lambda name, module: name == "")
-    model(torch.ones(1))
-
-
-@pytest.fixture
-def mesh() -> Iterator[Any]:
-    dist.init_process_group("fake", store=FakeStore(), rank=1, world_size=2)
-    yield init_device_mesh("cpu", (2,))
-    dist.destroy_process_group()
-
-
-def test_of_a_dtensor_what_this_process_holds(mesh: Any) -> None:
-    model = Returning(DTensor.from_local(ONE, mesh, [Shard(0)], run_check=False))
+    csr = torch.eye(2).to_sparse_csr()
+    model = nn.Sequential(OrderedDict(odd=Returning(csr)))
     watch = ActivationWatch(model)
-    model(torch.ones(1))
-    assert found(watch) == {"": (2.0, 0, 0)}
+    with pytest.raises(TypeError, match=r"'odd' returned a tensor of layout torch.sparse_csr"):
+        model(torch.ones(1))
+    watch.remove()
+
+
+def test_of_a_dtensor_what_this_process_holds() -> None:
+    with one_of_two():
+        mesh = init_device_mesh("cpu", (2,))
+        model = Returning(DTensor.from_local(ONE, mesh, [Shard(0)], run_check=False))
+        watch = ActivationWatch(model)
+        model(torch.ones(1))
+        assert found(watch) == {"": (2.0, 0, 0)}
 
 
 def test_forward_passes_of_one_step_are_put_together() -> None:
@@ -276,24 +248,13 @@ def test_forward_passes_of_one_step_are_put_together() -> None:
     watch = ActivationWatch(model)
     for x in batches:
         model(x)
-    assert found(watch) == dict(zip(("0", "1", "2", ""), by_hand, strict=True))
+    taken = watch.take()
+    assert math.isnan(taken["activation_max"])
+    rows = {row.name: (row.max_abs, row.nan, row.inf) for row in watch.stats().cpu().modules()}
+    assert rows == dict(zip(("0", "1", "2", ""), by_hand, strict=True))
     assert watch.take() == {}
     model(batches[0])
     assert found(watch)["0"] == expected(model[0](batches[0]))
-
-
-class Twice(nn.Module):
-    """Calls one module two times, the other when told to."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.shared = nn.Tanhshrink()
-        self.other = nn.Identity()
-        self.alias = self.shared
-
-    def forward(self, x: Tensor, other: bool = True) -> Tensor:
-        x = 2 * self.shared(x)
-        return self.alias(self.other(x) if other else x)
 
 
 def test_a_shared_module_has_one_row_for_all_calls() -> None:
@@ -343,200 +304,3 @@ def test_one_tensor_is_read_once(monkeypatch: pytest.MonkeyPatch) -> None:
     assert reads == ["0.0"]
     assert len(set(found(watch).values())) == 1
     assert len(watch.stats().names) == 4
-
-
-def test_only_passes_with_gradients_count() -> None:
-    model = mlp().eval()
-    watch = ActivationWatch(model)
-    with torch.no_grad():
-        model(inputs())
-    with torch.inference_mode():
-        model(inputs())
-    assert watch.take() == {}
-    model(inputs())
-    assert watch.take().keys() == {"activation_max"}
-
-
-class Checkpointed(nn.Module):
-    def __init__(self, use_reentrant: bool) -> None:
-        super().__init__()
-        self.block = nn.Sequential(nn.Linear(6, 6), nn.Tanhshrink())
-        self.use_reentrant = use_reentrant
-
-    def forward(self, x: Tensor) -> Tensor:
-        y: Tensor = checkpoint(self.block, x, use_reentrant=self.use_reentrant)
-        return y * math.nan
-
-
-@pytest.mark.parametrize("use_reentrant", [False, True], ids=["early-stop", "reentrant"])
-def test_recomputed_modules_count_once(use_reentrant: bool) -> None:
-    model = Checkpointed(use_reentrant)
-    x = inputs().requires_grad_()
-    x.data[0, 0] = math.nan
-    rows = {
-        **{"block.0": expected(model.block[0](x)), "block.1": expected(model.block(x))},
-        **{"block": expected(model.block(x)), "": (0.0, 2 * x.numel() // 2, 0)},
-    }
-    watch = ActivationWatch(model)
-    for _ in range(2):  # also in the next step
-        model(x).sum().backward()
-        assert found(watch) == rows
-
-
-def test_every_third_step() -> None:
-    model = mlp()
-    watch = ActivationWatch(model, every=3)
-    taken = []
-    for _ in range(7):
-        model(inputs())
-        taken.append(bool(watch.take()))
-    assert taken == [False, False, True, False, False, True, False]
-    assert len(watch.stats().names) == 4
-
-
-def test_some_modules_alone() -> None:
-    model = mlp()
-    watch = ActivationWatch(model, modules=lambda name, module: isinstance(module, nn.Linear))
-    model(inputs())
-    assert list(found(watch)) == ["0", "2"]
-
-
-def hooks(model: nn.Module) -> int:
-    return sum(len(module._forward_hooks) for module in model.modules())
-
-
-def test_hooks_go_with_remove_with_the_block_and_with_the_watch() -> None:
-    model = mlp()
-    watch = ActivationWatch(model)
-    model(inputs())
-    assert hooks(model) == 4
-    watch.remove()
-    watch.remove()
-    assert hooks(model) == 0
-    assert watch.take()  # what was measured stays
-    with ActivationWatch(model):
-        assert hooks(model) == 4
-    assert hooks(model) == 0
-    gone = weakref.ref(watch := ActivationWatch(model))
-    model(inputs())
-    del watch
-    assert (gone(), hooks(model)) == (None, 0)
-
-
-COPIES: dict[str, Callable[[Any], Any]] = {
-    "deepcopy": copy.deepcopy,
-    "pickle": lambda model: pickle.loads(pickle.dumps(model)),
-}
-
-
-@pytest.mark.parametrize("kind", COPIES)
-def test_a_copy_of_the_model_is_not_watched(kind: str) -> None:
-    model = mlp()
-    watch = ActivationWatch(model)
-    again = COPIES[kind](model)
-    assert torch.equal(again(inputs()), model(inputs()))
-    model_alone = found(watch)
-    again(10 * inputs())
-    assert watch.take() == {}
-    model(inputs())
-    assert found(watch) == model_alone
-
-
-def test_replicas_of_data_parallel_are_watched() -> None:
-    model = nn.Tanhshrink()
-    watch = ActivationWatch(model)
-    threads = [
-        threading.Thread(target=model._replicate_for_data_parallel(), args=(half,))
-        for half in inputs().chunk(2)
-    ]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert found(watch) == {"": expected(nn.Tanhshrink()(inputs()))}
-
-
-def test_distributed_data_parallel_has_the_names_of_the_plain_model(mesh: Any) -> None:
-    model = nn.parallel.DistributedDataParallel(mlp())
-    watch = ActivationWatch(model)
-    model(inputs())
-    assert watch.take()
-    assert watch.stats().names == ("0", "1", "2", "")
-
-
-@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")
-def test_compiled_models_are_measured_around_graph_breaks() -> None:
-    model, x = mlp(), inputs()
-    by_hand = [expected(y) for y in outputs(model, x)]
-    watch = ActivationWatch(model)
-    compiled = torch.compile(model, backend="eager")
-    for _ in range(2):
-        assert torch.equal(compiled(x), model(x).detach())
-        watch.take()
-        compiled(x)
-        assert found(watch) == dict(zip(("0", "1", "2", ""), by_hand, strict=True))
-    torch._dynamo.reset()
-
-
-def test_a_compiled_block_is_chosen_whole() -> None:
-    model, x = mlp(), inputs()
-    model[0] = torch.compile(model[0], backend="eager", fullgraph=True)  # type: ignore[assignment]
-    watch = ActivationWatch(model, modules=lambda name, module: "_orig_mod" not in name)
-    model(x)
-    assert found(watch)["0"] == expected(model[0](x))
-    torch._dynamo.reset()
-
-
-def test_transforms_of_functions_are_passed_over() -> None:
-    model = nn.Linear(6, 1)
-    watch = ActivationWatch(model)
-    torch.func.grad(lambda x: model(x).sum())(inputs())
-    torch.vmap(model)(inputs())
-    assert watch.take() == {}
-
-
-@pytest.mark.parametrize("mode", MODES)
-def test_nothing_is_read_on_the_host(mode: str) -> None:
-    model = Twice()
-    watch = ActivationWatch(model)
-    x = inputs()
-    with MODES[mode]():
-        for other in (True, False):
-            model(x, other)
-            model(x).sum()
-            taken = watch.take()
-            stats = watch.stats()
-            read = (stats.max_abs, stats.nonfinite_count)
-    assert taken["activation_max"] == read[0].max()
-
-
-def test_reads_would_be_noticed() -> None:
-    with pytest.raises(AssertionError, match="reads a value"), NoReads():
-        torch.ones(()).item()
-
-
-def test_gradients_are_as_without() -> None:
-    model, x = mlp(), inputs()
-    model(x).square().sum().backward()
-    plain = [parameter.grad for parameter in model.parameters()]
-    model.zero_grad()
-    watch = ActivationWatch(model)
-    model(x).square().sum().backward()
-    assert watch.take()
-    for parameter, before in zip(model.parameters(), plain, strict=True):
-        assert parameter.grad is not None
-        assert before is not None
-        assert torch.equal(parameter.grad, before)
-
-
-def test_wrong_arguments() -> None:
-    with pytest.raises(TypeError, match=r"model must be a torch.nn.Module, got list"):
-        ActivationWatch([])  # type: ignore[arg-type]
-    for every in (0, -1, 1.5, True):
-        kind: type[Exception] = ValueError if isinstance(every, int) and every < 1 else TypeError
-        with pytest.raises(kind, match=f"every must be .* at least 1, got {every}"):
-            ActivationWatch(mlp(), every=every)  # type: ignore[arg-type]
-    model = mlp()
-    with pytest.raises(ValueError, match="modules chose none of the modules of Sequential"):
-        ActivationWatch(model, modules=lambda name, module: False)
-    assert hooks(model) == 0

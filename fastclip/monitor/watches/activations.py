@@ -30,19 +30,20 @@ class ActivationWatch:
 
     What counts: tensors of floating or complex dtype, also within tuples, lists, mappings and
     dataclasses; of a sparse tensor the stored values, of a DTensor what this process holds. Other
-    outputs are passed over, as are tensors without values (meta). Only forward passes with
+    outputs are passed over, as are tensors without values (meta, fake). Only forward passes with
     gradients enabled count, so that validation under ``torch.no_grad()`` does not. A module that
     activation checkpointing runs again during backward counts once. A tensor that several modules
-    return, as a Sequential does its last module's, is read once and counts for each.
+    return, as a Sequential does its last module's, is read once and counts for each. Leave out with
+    `modules` what puts out infinities on purpose, as masks do.
 
-    Each process measures its own batch. Where processes have to decide the same, reduce
-    `activation_max` as the loss and give it to `Monitor.observe`, whose keywords win.
+    Each process measures its own batch. Where processes have to decide the same, do not give the
+    watch to the Monitor: call `take`, reduce `activation_max` as the loss, and observe that.
 
     Under torch.compile hooks are Python, and each is a graph break (an error with
     ``fullgraph=True``). Hooks have to be there when a model is compiled: torch does not look for
     later ones. To keep graphs whole, compile blocks by themselves and choose with `modules` what
     ``torch.compile`` returned for them: its own hooks run outside of the graph. Inside transforms
-    of torch.func and in replays of a CUDA graph nothing is measured.
+    of torch.func, while torch.jit traces and in replays of a CUDA graph nothing is measured.
 
     A copy of the model (deepcopy, pickle) is not watched, replicas of DataParallel are. Hooks are
     gone after `remove`, at the end of a ``with`` block, and when the watch itself is: the model

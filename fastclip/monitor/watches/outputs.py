@@ -10,6 +10,7 @@ from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch._subclasses import FakeTensor
 from torch.utils.hooks import RemovableHandle
 
 from fastclip import backends
@@ -188,7 +189,8 @@ class Hook:
     def __call__(self, module: nn.Module, inputs: object, output: object) -> None:
         outputs = None if self._outputs is None else self._outputs()
         if outputs is not None and outputs.wanted and torch.is_grad_enabled():
-            outputs.see(self._number, output)
+            if not torch._C._is_tracing():  # what runs then becomes part of the trace
+                outputs.see(self._number, output)
 
     def __reduce__(self) -> tuple[type["Hook"], tuple[()]]:
         return Hook, ()
@@ -232,7 +234,7 @@ def _tensors(output: object) -> Iterator[Tensor]:
 
 def _held(tensor: Tensor, name: str) -> Tensor | None:
     """The numbers of an output that this process has, in strided memory; None if it has none."""
-    if not (tensor.is_floating_point() or tensor.is_complex()):
+    if not (tensor.is_floating_point() or tensor.is_complex()) or isinstance(tensor, FakeTensor):
         return None
     if type(tensor) not in _PLAIN:
         tensor = _plain(tensor, name)
