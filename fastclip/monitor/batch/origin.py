@@ -37,7 +37,8 @@ def find_first_nonfinite(
     which can round differently. A model wrapped for distributed training is passed unwrapped.
 
     Raises `TypeError` or `ValueError` where `forward()` does not return such a loss, or one without
-    a graph although parameters require gradients; `ValueError` for parameters without a shape yet.
+    a graph although parameters require gradients; `ValueError` for parameters without a shape yet,
+    `TypeError` for TorchScript.
     """
     from fastclip.monitor.batch.probing import probed
 

@@ -64,10 +64,7 @@ def preserved(model: nn.Module) -> Iterator[Leaves]:
 
     The copies of parameters and buffers are in host memory: that of the device may be short.
     """
-    for name, parameter in model.named_parameters():
-        if nn.parameter.is_lazy(parameter):
-            text = f"parameter {name!r} has no shape yet: put a batch through the model first"
-            raise ValueError(text)
+    _require_watchable(model)
     leaves = Leaves()
     with ExitStack() as undo:
         undo.callback(_random_state())
@@ -77,6 +74,16 @@ def preserved(model: nn.Module) -> Iterator[Leaves]:
             if parameter.is_leaf:
                 leaves.hide(parameter)
         yield leaves
+
+
+def _require_watchable(model: nn.Module) -> None:
+    for name, module in model.named_modules():
+        if isinstance(module, torch.jit.ScriptModule):
+            raise TypeError(f"module {name!r} is TorchScript, which runs no hooks of its parts")
+    for name, parameter in model.named_parameters():
+        if nn.parameter.is_lazy(parameter):
+            text = f"parameter {name!r} has no shape yet: put a batch through the model first"
+            raise ValueError(text)
 
 
 def _random_state() -> Callable[[], None]:
@@ -127,4 +134,4 @@ def _put_back(tensor: Tensor, data: Tensor, copy: Tensor) -> None:
 
 def _bits(tensor: Tensor) -> Tensor:
     """On the host: NaNs are equal there, and the two zeros are not."""
-    return tensor.detach().cpu().reshape(-1).view(torch.uint8)
+    return tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8)

@@ -4,14 +4,16 @@ import itertools
 import math
 import sys
 import threading
+import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager
 from dataclasses import fields, is_dataclass
 from functools import partial
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch.nn.modules.module import register_module_forward_pre_hook
 
 from fastclip.monitor.batch.faults import Gradient, Output, largest
 from fastclip.monitor.batch.preserving import Leaves, preserved
@@ -52,6 +54,8 @@ class Probe:
     def attach(self, model: nn.Module) -> None:
         self._parameters = list(model.parameters())
         self._devices = devices(model)
+        # Modules of others too: a checkpoint hides their parameters until it runs them again.
+        self._handles.append(register_module_forward_pre_hook(self._hide_parameters))
         for name, module in model.named_modules():
             before = module.register_forward_pre_hook(partial(self._enter, name), with_kwargs=True)
             self._handles.append(before)
@@ -142,6 +146,11 @@ class Probe:
         if not self._in_backward:
             self._outputs.append((call.name, call.given, _magnitudes(output)))
 
+    def _hide_parameters(self, module: nn.Module, args: Any) -> None:
+        for parameter in module.parameters(recurse=False):
+            if parameter.is_leaf:
+                self._leaves.hide(parameter)
+
     def _own(self, value: Any, call: Call | None) -> None:
         """The operations behind `value` that belong to no call yet belong to this one.
 
@@ -228,11 +237,16 @@ def devices(model: nn.Module) -> list[str]:
     return sorted({tensor.device.type for tensor in held}) or ["cpu"]
 
 
-def _eager() -> Any:
+@contextmanager
+def _eager() -> Iterator[None]:
     """Compiled code does not run the hooks that come after its compilation."""
     if "torch._dynamo" not in sys.modules:  # nothing is compiled, and loading it takes a second
-        return nullcontext()
-    return torch.compiler.set_stance("force_eager")
+        yield
+        return
+    with warnings.catch_warnings(), torch.compiler.set_stance("force_eager"):
+        # The compiled module is one more to them, which does no harm.
+        warnings.filterwarnings("ignore", r"Using `torch.compile\(module\)` when there are global")
+        yield
 
 
 def tensors(value: Any) -> Iterator[Tensor]:
@@ -283,8 +297,9 @@ def _read(groups: Iterable[Magnitudes]) -> list[list[float]]:
     for i, number in enumerate(flat):
         alike.setdefault((number.device, number.dtype), []).append(i)
     values = [0.0] * len(flat)
-    for chosen in alike.values():
-        stacked = torch.stack([flat[i] for i in chosen]).tolist()
+    for (device, _), chosen in alike.items():
+        with torch.autocast(device.type, enabled=False):  # it refuses to stack some dtypes
+            stacked = torch.stack([flat[i] for i in chosen]).tolist()
         for i, value in zip(chosen, stacked, strict=True):
             values[i] = value
     read = iter(values)
