@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Callable
+from functools import partial
 from typing import NamedTuple
 
 import torch
@@ -21,14 +22,16 @@ from tests.monitor.batch.parts import (
 Forward = Callable[[], Tensor]
 Origin = tuple[str, str] | None
 
-SQRT_AT_ZERO = lambda: Apply(lambda x: (x * 0).sqrt())  # noqa: E731
-
 
 class Case(NamedTuple):
     id: str
     build: Callable[[], tuple[nn.Module, Forward]]
     origin: Origin
     vanishes: bool = False  # what is not finite does not reach a parameter
+
+
+def sqrt_at_zero() -> nn.Module:
+    return Apply(lambda x: (x * 0).sqrt())
 
 
 def batch(*shape: int) -> Tensor:
@@ -42,7 +45,7 @@ def summed(*parts: nn.Module, x: Tensor | None = None) -> tuple[nn.Module, Forwa
     return model, lambda: model(given).sum()
 
 
-def healthy() -> tuple[nn.Module, Forward]:
+def healthy() -> tuple[nn.Sequential, Forward]:
     model = nn.Sequential(
         nn.Linear(4, 8),
         nn.BatchNorm1d(8),
@@ -59,7 +62,7 @@ def transformer(poisoned: bool) -> tuple[nn.Module, Forward]:
     layer = nn.TransformerEncoderLayer(8, 2, 16, batch_first=True)
     model = nn.TransformerEncoder(layer, 2, enable_nested_tensor=False)
     if poisoned:
-        nn.init.constant_(model.layers[1].linear1.bias, math.nan)
+        nn.init.constant_(model.get_parameter("layers.1.linear1.bias"), math.nan)
     x = batch(2, 5, 8)
     return model, lambda: model(x).square().mean()
 
@@ -73,7 +76,7 @@ def spoilt(module: nn.Linear, value: float) -> nn.Linear:
 def weight_gradient() -> tuple[nn.Module, Forward]:
     """1e20 * 1e20 in the gradient of the weight alone."""
     model = nn.Sequential(nn.Linear(4, 4))
-    nn.init.constant_(model[0].weight, 1e-30)
+    nn.init.constant_(model.get_parameter("0.weight"), 1e-30)
     x = torch.full((2, 4), 1e20)
     return model, lambda: (model(x) * 1e20).sum()
 
@@ -81,7 +84,7 @@ def weight_gradient() -> tuple[nn.Module, Forward]:
 def running_mean() -> tuple[nn.Module, Forward]:
     model, forward = healthy()
     model.eval()
-    model[1].running_mean[3] = -math.inf  # type: ignore[index]
+    model.get_buffer("1.running_mean")[3] = -math.inf
     return model, forward
 
 
@@ -136,7 +139,7 @@ def sparse() -> tuple[nn.Module, Forward]:
 def written_to() -> tuple[nn.Module, Forward]:
     """A view of what a module returns is written to by the next, and all of it by another."""
     model = nn.Sequential(nn.Linear(4, 4), Apply(lambda x: x[:, :2].mul_(2.0)))
-    model.extend([nn.ReLU(inplace=True), SQRT_AT_ZERO()])
+    model.extend([nn.ReLU(inplace=True), sqrt_at_zero()])
     x = batch(6, 4)
     return model, lambda: model(x).sum()
 
@@ -146,9 +149,13 @@ def outside() -> tuple[nn.Module, Forward]:
     return model, lambda: model(x).sum() + torch.tensor(1e3).exp()
 
 
-def middle(part: nn.Module) -> Callable[[], tuple[nn.Module, Forward]]:
-    """Between two layers; a batch of -1 makes the logarithm fail."""
-    return lambda: summed(nn.Linear(4, 4), part, nn.Linear(4, 4))
+def middle(part: nn.Module) -> tuple[nn.Module, Forward]:
+    """Between two layers."""
+    return summed(nn.Linear(4, 4), part, nn.Linear(4, 4))
+
+
+def checkpointed(part: Callable[[], nn.Module], reentrant: bool) -> tuple[nn.Module, Forward]:
+    return middle(Checkpointed(part(), reentrant))
 
 
 def frozen() -> tuple[nn.Module, Forward]:
@@ -178,13 +185,13 @@ CASES = [
         ("2", "forward"),
     ),
     Case("loss outside", outside, ("", "forward")),
-    Case("sqrt at zero", lambda: middle(SQRT_AT_ZERO())(), ("1", "backward")),
+    Case("sqrt at zero", lambda: middle(sqrt_at_zero()), ("1", "backward")),
     Case("siblings", lambda: summed(Siblings()), ("0.k", "backward")),
-    Case("between parts", lambda: middle(Between())(), ("1", "backward")),
+    Case("between parts", lambda: middle(Between()), ("1", "backward")),
     Case("weight gradient", weight_gradient, ("0", "backward")),
     Case(
         "custom function",
-        lambda: middle(Apply(lambda x: Doubled.apply(x, 2.0, x.detach())[0]))(),
+        lambda: middle(Apply(lambda x: Doubled.apply(x, 2.0, x.detach())[0])),
         ("1", "backward"),
     ),
     Case("written to in place", written_to, ("3", "backward")),
@@ -196,12 +203,12 @@ CASES = [
     Case("sum at a parameter", added_at_parameter, ("", "backward")),
     Case(
         "masked within",
-        lambda: middle(Apply(lambda x: (x - 9).relu().sqrt()))(),
+        lambda: middle(Apply(lambda x: (x - 9).relu().sqrt())),
         None,
     ),
     Case(
         "masked by another",
-        lambda: summed(Apply(lambda x: x - 9), nn.ReLU(), SQRT_AT_ZERO(), nn.Linear(4, 1)),
+        lambda: summed(Apply(lambda x: x - 9), nn.ReLU(), sqrt_at_zero(), nn.Linear(4, 1)),
         None,  # nothing before the last layer has a gradient
     ),
     Case(
@@ -213,14 +220,18 @@ CASES = [
     *(
         Case(
             f"{'reentrant' if reentrant else 'saved'} checkpoint, {name}",
-            lambda part=part, reentrant=reentrant: middle(Checkpointed(part(), reentrant))(),
+            partial(checkpointed, part, reentrant),
             origin,
         )
         for reentrant in (True, False)
         for name, part, origin in (
             ("healthy", lambda: nn.Sequential(nn.Linear(4, 4), nn.Dropout()), None),
             ("forward", lambda: Apply(torch.log), ("1.part", "forward")),
-            ("backward", lambda: nn.Sequential(nn.Linear(4, 4), Between()), ("1.part.1", "backward")),
+            (
+                "backward",
+                lambda: nn.Sequential(nn.Linear(4, 4), Between()),
+                ("1.part.1", "backward"),
+            ),
         )
     ),
 ]

@@ -89,7 +89,9 @@ class Structured(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.inner = Apply(self._answer)
-        self.spectrum = Apply(lambda x: {"spectrum": torch.fft.fft(x), "empty": x[:0], "none": None})
+        self.spectrum = Apply(
+            lambda x: {"spectrum": torch.fft.fft(x), "empty": x[:0], "none": None}
+        )
 
     def _answer(self, x: Tensor, *, mask: Tensor, more: list[Tensor]) -> Answer:
         logits = torch.where(mask, x, more[0])
@@ -116,6 +118,7 @@ class Rewriting(nn.Module):
     """Changes in its forward pass what a module should not: parameters, buffers, tables, modes."""
 
     shadow: Tensor
+    signed: Tensor
 
     def __init__(self) -> None:
         super().__init__()
