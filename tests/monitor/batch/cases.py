@@ -11,7 +11,9 @@ from torch import Tensor, nn
 from tests.monitor.batch.parts import (
     Apply,
     Between,
+    Catching,
     Checkpointed,
+    CheckpointedCode,
     Doubled,
     Rewriting,
     Siblings,
@@ -133,6 +135,17 @@ def penalty() -> tuple[nn.Module, Forward]:
     return model, forward
 
 
+def asking() -> tuple[nn.Module, Forward]:
+    """forward() takes a gradient that is not finite, and leaves it at that."""
+    model, x = nn.Sequential(nn.Linear(4, 4), sqrt_at_zero()), batch(3, 4).requires_grad_()
+
+    def forward() -> Tensor:
+        torch.autograd.grad(model(x).sum(), x)
+        return model[0](x).sum()
+
+    return model, forward
+
+
 def sparse() -> tuple[nn.Module, Forward]:
     model = nn.Embedding(9, 4, sparse=True)
     return model, lambda: model(torch.tensor([1, 1, 4])).sum()
@@ -156,8 +169,10 @@ def middle(part: nn.Module) -> tuple[nn.Module, Forward]:
     return summed(nn.Linear(4, 4), part, nn.Linear(4, 4))
 
 
-def checkpointed(part: Callable[[], nn.Module], reentrant: bool) -> tuple[nn.Module, Forward]:
-    return middle(Checkpointed(part(), reentrant))
+def checkpointed(
+    kind: type[Checkpointed], part: Callable[[], nn.Module], reentrant: bool
+) -> tuple[nn.Module, Forward]:
+    return middle(kind(part(), reentrant))
 
 
 def frozen() -> tuple[nn.Module, Forward]:
@@ -172,6 +187,7 @@ CASES = [
     Case("rewriting", rewriting, None),
     Case("sparse gradient", sparse, None),
     Case("gradient of a gradient", penalty, None),
+    Case("gradient not used", asking, None),
     Case("frozen", frozen, None),
     Case("nan in a batch", lambda: summed(nn.Tanh(), x=torch.tensor([math.nan])), ("0", "input")),
     Case(
@@ -190,6 +206,8 @@ CASES = [
     Case("sqrt at zero", lambda: middle(sqrt_at_zero()), ("1", "backward")),
     Case("siblings", lambda: summed(Siblings()), ("0.k", "backward")),
     Case("between parts", lambda: middle(Between()), ("1", "backward")),
+    Case("a part raises", lambda: middle(Catching(False)), ("1", "backward")),
+    Case("a hook raises", lambda: middle(Catching(True)), ("1", "backward")),
     Case("weight gradient", weight_gradient, ("0", "backward")),
     Case(
         "custom function",
@@ -222,18 +240,15 @@ CASES = [
     *(
         Case(
             f"{'reentrant' if reentrant else 'saved'} checkpoint, {name}",
-            partial(checkpointed, part, reentrant),
+            partial(checkpointed, kind, part, reentrant),
             origin,
         )
         for reentrant in (True, False)
-        for name, part, origin in (
-            ("healthy", lambda: nn.Sequential(nn.Linear(4, 4), nn.Dropout()), None),
-            ("forward", lambda: Apply(torch.log), ("1.part", "forward")),
-            (
-                "backward",
-                lambda: nn.Sequential(nn.Linear(4, 4), Between()),
-                ("1.part.1", "backward"),
-            ),
+        for name, kind, part, origin in (
+            ("healthy", Checkpointed, partial(nn.Linear, 4, 4), None),
+            ("forward", Checkpointed, partial(Apply, torch.log), ("1.part", "forward")),
+            ("backward", Checkpointed, Between, ("1.part", "backward")),
+            ("own code", CheckpointedCode, partial(nn.Linear, 4, 4), ("1", "backward")),
         )
     ),
 ]

@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -58,6 +59,31 @@ class Checkpointed(nn.Module):
 
     def _run(self, x: Tensor) -> Tensor:
         return self.part(x).tanh()
+
+
+class CheckpointedCode(Checkpointed):
+    """The fault is in code of its own that is run again."""
+
+    def _run(self, x: Tensor) -> Tensor:
+        return self.part((x * 0).sqrt())
+
+
+class Catching(nn.Module):
+    """Goes on with its own code, which is at fault, when a part of it raises."""
+
+    def __init__(self, in_hook: bool) -> None:
+        super().__init__()
+        self.raises, self.after = Apply(self._refuse), nn.Linear(4, 4)
+        if in_hook:
+            self.raises.register_forward_pre_hook(self._refuse)
+
+    def _refuse(self, *_: Any) -> None:
+        raise ZeroDivisionError
+
+    def forward(self, x: Tensor) -> Tensor:
+        with suppress(ZeroDivisionError):
+            self.raises(x)
+        return self.after((x * 0).sqrt())
 
 
 class Tied(nn.Module):
@@ -136,5 +162,5 @@ class Rewriting(nn.Module):
         self.signed.neg_()  # -0.0: equal to what it was, but not the same
         self.register_buffer("late", torch.ones(2))
         self.binary.weight.data = self.binary.weight.data.sign()
-        self.binary.eval()
+        self.binary.train(not self.binary.training)
         return self.binary(x) * torch.rand(())
