@@ -157,6 +157,14 @@ def test_gradients_outside_the_model(reentrant: bool, look: Look) -> None:
 
 
 @LOOKS
+def test_a_loss_that_is_a_leaf(look: Look) -> None:
+    (model, _), leaf = healthy(), torch.ones((), requires_grad=True)
+    before = photograph(model, leaf)
+    look(model, lambda: leaf)
+    assert photograph(model, leaf) == before
+
+
+@LOOKS
 def test_a_graph_of_the_caller_stays_valid(look: Look) -> None:
     """Versions are what autograd compares: nothing may write to a parameter it saved."""
     model, forward = healthy()
