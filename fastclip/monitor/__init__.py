@@ -35,6 +35,10 @@ from importlib import import_module
 TYPE_CHECKING = False
 
 if TYPE_CHECKING:
+    from fastclip.monitor.batch import NonFiniteOrigin as NonFiniteOrigin
+    from fastclip.monitor.batch import PrecisionReport as PrecisionReport
+    from fastclip.monitor.batch import compare_precisions as compare_precisions
+    from fastclip.monitor.batch import find_first_nonfinite as find_first_nonfinite
     from fastclip.monitor.calibration import Calibration as Calibration
     from fastclip.monitor.calibration import suggest_max_norm as suggest_max_norm
     from fastclip.monitor.detectors import ClipRate as ClipRate
@@ -71,7 +75,9 @@ __all__ = [
     "LossScaleDrop",
     "Monitor",
     "NonFinite",
+    "NonFiniteOrigin",
     "ParameterWatch",
+    "PrecisionReport",
     "RobustSpike",
     "Sink",
     "Spike",
@@ -79,11 +85,15 @@ __all__ = [
     "Sustained",
     "Telemetry",
     "Watch",
+    "compare_precisions",
     "default_detectors",
+    "find_first_nonfinite",
     "suggest_max_norm",
 ]
 
 _HOME = {
+    **dict.fromkeys(("NonFiniteOrigin", "PrecisionReport", "compare_precisions"), "batch"),
+    "find_first_nonfinite": "batch",
     **dict.fromkeys(("Calibration", "suggest_max_norm"), "calibration"),
     **dict.fromkeys(("ClipRate", "LossScaleDrop", "NonFinite", "RobustSpike"), "detectors"),
     **dict.fromkeys(("Drift", "Spike", "Sustained", "Detector", "default_detectors"), "detectors"),
