@@ -52,16 +52,22 @@ if TYPE_CHECKING:
     from fastclip.monitor.records import Event as Event
     from fastclip.monitor.records import LayerRow as LayerRow
     from fastclip.monitor.records import StepRecord as StepRecord
+    from fastclip.monitor.sinks.console import Console as Console
+    from fastclip.monitor.sinks.mlflow import MLflow as MLflow
+    from fastclip.monitor.sinks.tensorboard import TensorBoard as TensorBoard
+    from fastclip.monitor.sinks.wandb import WandB as WandB
 
 __all__ = [
     "JSONL",
     "Calibration",
     "ClipRate",
+    "Console",
     "Detector",
     "Drift",
     "Event",
     "LayerRow",
     "LossScaleDrop",
+    "MLflow",
     "Monitor",
     "NonFinite",
     "RobustSpike",
@@ -69,6 +75,8 @@ __all__ = [
     "Spike",
     "StepRecord",
     "Sustained",
+    "TensorBoard",
+    "WandB",
     "default_detectors",
     "suggest_max_norm",
 ]
@@ -80,6 +88,10 @@ _HOME = {
     **dict.fromkeys(("Event", "LayerRow", "StepRecord"), "records"),
     **dict.fromkeys(("Monitor", "Sink"), "monitor"),
     "JSONL": "log",
+    "Console": "sinks.console",
+    "MLflow": "sinks.mlflow",
+    "TensorBoard": "sinks.tensorboard",
+    "WandB": "sinks.wandb",
 }
 
 if not TYPE_CHECKING:  # a type checker would take __getattr__ to mean that every name exists
