@@ -44,8 +44,8 @@ class MLflow:
 
     Metrics are collected for `seconds` and sent together, up to 1,000 in a call; the `write` that
     sends, as one with events always does, waits for the store. A killed process loses those that
-    wait. If the store fails, its error is raised and they are sent later, at most once in `seconds`;
-    beyond 100,000 the oldest are dropped with a `UserWarning`.
+    wait. If the store fails, its error is raised and they are sent again later, not before
+    `seconds` are over; beyond 100,000 the oldest are dropped with a `UserWarning`.
     """
 
     def __init__(

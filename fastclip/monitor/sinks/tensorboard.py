@@ -80,5 +80,5 @@ class TensorBoard:
             str(folder), max_queue_size=QUEUE, flush_secs=SECONDS
         )
         self._attempt = attempt
-        # The writer's thread ends with the process and leaves its queue unwritten; this comes first.
+        # The writer's thread ends with the process, its queue unwritten; this comes before.
         self._end = weakref.finalize(self, self._writer.close)

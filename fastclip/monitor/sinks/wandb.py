@@ -42,9 +42,7 @@ class WandB:
         **settings: Any,
     ) -> None:
         if run is not None and settings:
-            raise TypeError(
-                f"WandB got a run, which has its settings: {min(settings)!r} is too late"
-            )
+            raise TypeError(f"WandB takes no settings for a run that is there, got {min(settings)}")
         wandb = client("WandB", "wandb", "wandb")
         self.prefix, self.layers, self.alerts = prefix, layers, alerts
         before = wandb.run if run is None else run  # which init may give again
