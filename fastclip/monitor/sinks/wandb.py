@@ -26,8 +26,7 @@ class WandB:
     without, and define a step metric as well.
 
     "fastclip/events/critical" and so on count the events of a level so far; the summary has the
-    newest event's text as "fastclip/events/newest". With `alerts` an event of level critical is
-    also a `run.alert`, at most one per kind a minute.
+    newest event's text as "fastclip/events/newest".
 
     `write` hands the row to W&B's own process and does not wait for a disk or a network.
     """
@@ -38,17 +37,15 @@ class WandB:
         *,
         prefix: str = "fastclip",
         layers: bool = True,
-        alerts: bool = False,
         **settings: Any,
     ) -> None:
         if run is not None and settings:
             raise TypeError(f"WandB takes no settings for a run that is there, got {min(settings)}")
         wandb = client("WandB", "wandb", "wandb")
-        self.prefix, self.layers, self.alerts = prefix, layers, alerts
+        self.prefix, self.layers = prefix, layers
         before = wandb.run if run is None else run  # which init may give again
         self.run = wandb.init(**settings) if run is None else run
         self._own = self.run is not before
-        self._critical = wandb.AlertLevel.ERROR
         self._counts: Counter[str] = Counter()
         self.run.define_metric(f"{prefix}/step", hidden=True)
         self.run.define_metric(f"{prefix}/*", step_metric=f"{prefix}/step")
@@ -60,11 +57,8 @@ class WandB:
         self.run.log(values)
         if events:
             self.run.summary[f"{self.prefix}/events/newest"] = sentence(events[-1])
-        for event in events if self.alerts else ():
-            if event.level == "critical":
-                self.run.alert(f"fastclip: {event.kind}", sentence(event), level=self._critical)
 
     def close(self) -> None:
-        """Finish the run if it was begun here: waits until all of it is written or sent."""
+        """Finish the run if it was begun here. What W&B's process still has to write, it writes."""
         if self._own:
             self.run.finish()
