@@ -1,8 +1,11 @@
 """Clients that write into the test's folder alone, and talk to nobody."""
 
+import os
 from pathlib import Path
 
 import pytest
+
+os.environ["MLFLOW_DISABLE_TELEMETRY"] = "true"  # read when it is imported
 
 
 @pytest.fixture(autouse=True)
@@ -16,4 +19,3 @@ def _nowhere_else(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("WANDB_ERROR_REPORTING", "false")
     monkeypatch.setenv("MLFLOW_TRACKING_URI", (tmp_path / "mlruns").as_uri())
     monkeypatch.setenv("MLFLOW_ALLOW_FILE_STORE", "true")
-    monkeypatch.setenv("MLFLOW_DISABLE_TELEMETRY", "true")
