@@ -137,15 +137,31 @@ def test_a_store_that_fails_for_a_while_loses_nothing(monkeypatch: pytest.Monkey
     assert points(sink.run_id, "fastclip/loss") == [(step, float(step)) for step in range(6)]
 
 
-def test_what_waits_for_a_store_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_waits_for_a_store_that_fails_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sink_module, "WAITING", 6)
+    sink = MLflow(seconds=0.0)
+    failing = Failing(sink._waiting.store)
+    monkeypatch.setattr(sink._waiting, "store", failing)
+    for step in range(3):
+        with pytest.raises(OSError, match="no store"):
+            sink.write(StepRecord(step, float(step)), [])  # two metrics
+    with (
+        pytest.warns(UserWarning, match="the 2 oldest of 8 metrics"),
+        pytest.raises(OSError, match="no store"),
+    ):
+        sink.write(StepRecord(3, 3.0), [])
+    failing.fails = False
+    sink.write(StepRecord(4, 4.0), [])
+    assert points(sink.run_id, "fastclip/loss") == [(step, float(step)) for step in range(1, 5)]
+
+
+def test_a_store_that_works_gets_all_however_much_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sink_module, "WAITING", 6)
     sink = MLflow(seconds=1000.0)
-    for step in range(3):
-        sink.write(StepRecord(step, float(step)), [])  # two metrics
-    with pytest.warns(UserWarning, match="the 2 oldest of 8 metrics"):
-        sink.write(StepRecord(3, 3.0), [])
+    for step in range(9):
+        sink.write(StepRecord(step, float(step)), [])
     sink.close()
-    assert points(sink.run_id, "fastclip/loss") == [(1, 1.0), (2, 2.0), (3, 3.0)]
+    assert points(sink.run_id, "fastclip/loss") == [(step, float(step)) for step in range(9)]
 
 
 WITHOUT_CLOSE = """
