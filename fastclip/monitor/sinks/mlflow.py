@@ -46,7 +46,8 @@ class MLflow:
     sends, as one with events always does, waits for the store: files take some 0.06 ms a metric,
     0.8 ms a record without layers (benchmarks/results/sinks.csv). A killed process loses those that
     wait. If the store fails, its error is raised and they are sent again later, not before
-    `seconds` are over; beyond 100,000 the oldest are dropped with a `UserWarning`.
+    `seconds` are over, a few of them twice; beyond 100,000 the oldest are dropped with a
+    `UserWarning`.
     """
 
     def __init__(

@@ -28,7 +28,9 @@ class WandB:
     "fastclip/events/critical" and so on count the events of a level so far; the summary has the
     newest event's text as "fastclip/events/newest".
 
-    `write` hands the row to W&B's own process and does not wait for a disk or a network.
+    `write` hands the row to W&B's own process and does not wait for a disk or a network. What that
+    process cannot write, on a full disk say, it tells its ``debug-internal.log`` alone. Offline a
+    killed program loses its last rows, of at most 32 KiB.
     """
 
     def __init__(
