@@ -13,7 +13,7 @@ from fastclip.monitor.sinks.client import client
 from fastclip.monitor.sinks.scalars import counts, scalars, sentence
 
 QUEUE = 1000  # records on their way to the file; TensorBoard's own default, 20, is 20 steps
-SECONDS = 10  # between two writes to the file
+SECONDS = 10  # between two writes to a file system that cannot append
 
 
 class TensorBoard:
@@ -34,8 +34,9 @@ class TensorBoard:
     name unless told ``--samples_per_plugin scalars=0``; the files have them all.
 
     A writing thread does the work: `write` waits for it if 1,000 records are queued, or if there
-    are events. A killed process loses at most the last 10 seconds. An error of the thread, such as
-    a full disk, is raised by the next `write`, and by every one after it.
+    are events. A killed process loses what is queued, and up to 10 seconds where the folder is not
+    on a disk ("gs://"). An error of the thread, such as a full disk, is raised by the next `write`,
+    by every one after it, and by `close`.
     """
 
     def __init__(
@@ -81,4 +82,11 @@ class TensorBoard:
         )
         self._attempt = attempt
         # The writer's thread ends with the process, its queue unwritten; this comes before.
-        self._end = weakref.finalize(self, self._writer.close)
+        self._end = weakref.finalize(self, _finish, self._writer)
+
+
+def _finish(writer: Any) -> None:
+    try:
+        writer.flush()  # which raises the thread's error; close does not
+    finally:
+        writer.close()

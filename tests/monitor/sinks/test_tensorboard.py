@@ -147,15 +147,40 @@ for step in range(1, 20):
         sink.write(StepRecord(step, 1.0), [event])
     except OSError as error:
         print(step, error, flush=True)
+try:
+    sink.close()
+except OSError as error:
+    print(20, error, flush=True)
+"""
+
+FULL_AT_THE_END = """
+import contextlib, os, resource, sys
+from fastclip.monitor import Event, StepRecord, TensorBoard
+sink = TensorBoard(sys.argv[1])
+sink.write(StepRecord(0, 1.0), [Event(0, "spike", "warn", "loss", 1.0)])  # is on the disk
+[file] = os.scandir(sys.argv[1])
+resource.setrlimit(resource.RLIMIT_FSIZE, (file.stat().st_size,) * 2)
+with contextlib.suppress(OSError):
+    sink.write(StepRecord(1, 1.0), [])  # raises if the thread is that fast
+try:
+    sink.close()
+except OSError as error:
+    print(error)
 """
 
 
 def test_a_full_disk_is_an_error_of_write(tmp_path: Path) -> None:
-    """Of that write and of every one after it; nothing hangs."""
+    """Of that write, of every one after it, and of close; nothing hangs."""
     command = [sys.executable, "-c", FULL, str(tmp_path)]
     done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
     failed = done.stdout.splitlines()
     first = int(failed[0].split()[0])
     assert first < 19
-    assert [int(line.split()[0]) for line in failed] == list(range(first, 20))
+    assert [int(line.split()[0]) for line in failed] == list(range(first, 21))
     assert all("File too large" in line for line in failed)
+
+
+def test_what_close_could_not_write_is_an_error(tmp_path: Path) -> None:
+    command = [sys.executable, "-c", FULL_AT_THE_END, str(tmp_path)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+    assert done.stdout == "[Errno 27] File too large\n"
