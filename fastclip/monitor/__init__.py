@@ -58,6 +58,10 @@ if TYPE_CHECKING:
     from fastclip.monitor.records import Event as Event
     from fastclip.monitor.records import LayerRow as LayerRow
     from fastclip.monitor.records import StepRecord as StepRecord
+    from fastclip.monitor.sinks.console import Console as Console
+    from fastclip.monitor.sinks.mlflow import MLflow as MLflow
+    from fastclip.monitor.sinks.tensorboard import TensorBoard as TensorBoard
+    from fastclip.monitor.sinks.wandb import WandB as WandB
     from fastclip.monitor.telemetry import Telemetry as Telemetry
     from fastclip.monitor.watches.activations import ActivationWatch as ActivationWatch
     from fastclip.monitor.watches.parameters import ParameterWatch as ParameterWatch
@@ -67,12 +71,14 @@ __all__ = [
     "ActivationWatch",
     "Calibration",
     "ClipRate",
+    "Console",
     "Detector",
     "Drift",
     "Event",
     "LayerRow",
     "LayerTable",
     "LossScaleDrop",
+    "MLflow",
     "Monitor",
     "NonFinite",
     "NonFiniteOrigin",
@@ -84,6 +90,8 @@ __all__ = [
     "StepRecord",
     "Sustained",
     "Telemetry",
+    "TensorBoard",
+    "WandB",
     "Watch",
     "compare_precisions",
     "default_detectors",
@@ -105,6 +113,10 @@ _HOME = {
     "ParameterWatch": "watches.parameters",
     "Telemetry": "telemetry",
     "Watch": "observed",
+    "Console": "sinks.console",
+    "MLflow": "sinks.mlflow",
+    "TensorBoard": "sinks.tensorboard",
+    "WandB": "sinks.wandb",
 }
 
 if not TYPE_CHECKING:  # a type checker would take __getattr__ to mean that every name exists

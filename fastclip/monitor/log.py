@@ -5,7 +5,8 @@ import math
 import os
 import warnings
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from codecs import BOM_UTF8
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -27,7 +28,9 @@ class JSONL:
     Every line is one strict JSON object: the fields of a `StepRecord` that are not None. NaN and
     infinities are the strings "nan", "inf" and "-inf", and floats survive bit for bit. The file is
     opened at the first `write` and made if it is not there; what it has stays, and a last line
-    without its end is ended first.
+    without its end is ended first, whoever left it. Where the file is deleted or moved away, a new
+    one is begun in its place, with a `UserWarning`. A copy, or one that another process was sent,
+    opens the file for itself.
 
     Iterating gives the records in order, and `amendments` what `amend` added to some of them later,
     in lines of their own. A line that is neither, such as the last one of a process that was
@@ -35,11 +38,19 @@ class JSONL:
     """
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
-        self.path = Path(path)
+        self.path = Path(path).absolute()  # wherever the program goes to
         self._file: int | None = None  # open for appending
-        self._torn = False  # the last line lacks its end
 
-    def write(self, record: StepRecord, events: list[Event]) -> None:
+    def __enter__(self) -> "JSONL":
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.close()
+
+    def __reduce__(self) -> tuple[type["JSONL"], tuple[Path]]:
+        return type(self), (self.path,)  # the number of an open file means nothing elsewhere
+
+    def write(self, record: StepRecord, events: Sequence[Event]) -> None:
         """Add the record as one line; events are what `Monitor.replay` makes of it again.
 
         The line is the operating system's when this returns: a killed process loses nothing of it.
@@ -57,22 +68,31 @@ class JSONL:
             self._file = None
 
     def _append(self, line: bytes) -> None:
+        moved = self._file is not None and not self._in_place(self._file)
+        if moved:
+            self.close()
         if self._file is None:
             self._file = self._opened()
-        if self._torn:
-            line = b"\n" + line
-        self._torn = True  # until all of it is written: a full disk may take a part
+        if os.lseek(self._file, 0, os.SEEK_END):
+            os.lseek(self._file, -1, os.SEEK_END)
+            if os.read(self._file, 1) != b"\n":
+                line = b"\n" + line  # a writer was killed, or a full disk took only a part
         while line:
             line = line[os.write(self._file, line) :]
-        self._torn = False
+        if moved:
+            text = f"{self.path} was deleted or moved away: this record begins a new file"
+            warnings.warn(text, UserWarning, stacklevel=3)
+
+    def _in_place(self, file: int) -> bool:
+        try:
+            return os.path.samestat(self.path.stat(), os.fstat(file))
+        except FileNotFoundError:
+            return False
 
     def _opened(self) -> int:
         # O_APPEND: a write is one system call that adds at the end, wherever that then is.
         file = os.open(self.path, os.O_RDWR | os.O_APPEND | os.O_CREAT, 0o666)
         self._closing = weakref.finalize(self, os.close, file)
-        if os.lseek(file, 0, os.SEEK_END):
-            os.lseek(file, -1, os.SEEK_END)
-            self._torn = os.read(file, 1) != b"\n"
         return file
 
     def __iter__(self) -> Iterator[StepRecord]:
@@ -175,7 +195,7 @@ def decode_amendment(line: bytes) -> StepRecord:
 
 
 def _object(line: bytes) -> dict[str, Any]:
-    values = json.loads(line.decode())
+    values = json.loads(line.removeprefix(BOM_UTF8).decode())
     if not isinstance(values, dict):
         raise TypeError(f"it is a {type(values).__name__}, not an object")
     return values
