@@ -46,6 +46,8 @@ if TYPE_CHECKING:
     from fastclip.monitor.detectors import Spike as Spike
     from fastclip.monitor.detectors import Sustained as Sustained
     from fastclip.monitor.detectors import default_detectors as default_detectors
+    from fastclip.monitor.diagnosis.diagnose import diagnose as diagnose
+    from fastclip.monitor.diagnosis.result import Diagnosis as Diagnosis
     from fastclip.monitor.log import JSONL as JSONL
     from fastclip.monitor.monitor import Monitor as Monitor
     from fastclip.monitor.monitor import Sink as Sink
@@ -58,6 +60,7 @@ __all__ = [
     "Calibration",
     "ClipRate",
     "Detector",
+    "Diagnosis",
     "Drift",
     "Event",
     "LayerRow",
@@ -70,6 +73,7 @@ __all__ = [
     "StepRecord",
     "Sustained",
     "default_detectors",
+    "diagnose",
     "suggest_max_norm",
 ]
 
@@ -79,7 +83,9 @@ _HOME = {
     **dict.fromkeys(("Drift", "Spike", "Sustained", "Detector", "default_detectors"), "detectors"),
     **dict.fromkeys(("Event", "LayerRow", "StepRecord"), "records"),
     **dict.fromkeys(("Monitor", "Sink"), "monitor"),
+    "Diagnosis": "diagnosis.result",
     "JSONL": "log",
+    "diagnose": "diagnosis.diagnose",
 }
 
 if not TYPE_CHECKING:  # a type checker would take __getattr__ to mean that every name exists
