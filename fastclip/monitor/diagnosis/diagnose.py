@@ -1,6 +1,5 @@
 """`diagnose`: from the facts that a log shows to symptom, boundary, interventions and checks."""
 
-import json
 import os
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
@@ -106,8 +105,8 @@ def _of_the_whole(shown: Sequence[Evidence], norms: Sequence[float]) -> Iterator
     yield table.CALIBRATED if len(norms) >= FEWEST_NORMS else table.UNCALIBRATED
     if shown and all(one.abandoned for one in shown):
         yield table.PAST
-    if shown and shown[0].fact == table.DRIFT:
-        yield table.SLOW
+    if shown:
+        yield table.SLOW if shown[0].fact == table.DRIFT else table.ABRUPT
 
 
 def _counted(found: Gathering) -> dict[str, Any]:
@@ -136,6 +135,7 @@ def _placed(
             "step": first.records[first.fact == table.GRADIENT_FIRST].step,
             "batch": _batch((at_boundary or shown)[0]),
             "lr": "not in the log" if first.lr is None else f"{first.lr:.6g}",
+            "best": f"{first.records[0].baseline or 0:.4g}",
             "attempt": max(one.attempt for one in shown),
         }
     if table.BACKWARD_NONFINITE in evidence:
@@ -159,7 +159,7 @@ def _threshold(norms: list[float], source: str) -> dict[str, str]:
 def _batch(evidence: Evidence) -> str:
     if evidence.batch is None:
         return f"the batch of step {evidence.first}"
-    return f"batch {json.dumps(evidence.batch)[:60]} (step {evidence.first})"
+    return f"batch {evidence.batch!r:.60} (step {evidence.first})"
 
 
 def _gaps(found: Gathering, evidence: Mapping[str, Evidence], boundary: str) -> Iterator[str]:
@@ -174,7 +174,7 @@ def _gaps(found: Gathering, evidence: Mapping[str, Evidence], boundary: str) -> 
         yield "no norm"
     elif counts["grad_norm"] < counts["loss"] / 2:
         yield "few norms"
-    if taken and not counts["skipped"]:
+    if counts["perhaps skipped"]:
         yield "no skipped"
     if (taken or table.OVERFLOWS in evidence) and not counts["loss_scale"]:
         yield "no scale"

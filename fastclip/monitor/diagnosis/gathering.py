@@ -13,7 +13,7 @@ from fastclip.monitor.records import Event, StepRecord
 SHOWN = 3  # records a fact keeps
 NORMS = 10_000  # the last norms inside their band that a threshold is made of
 LOSSES = ("loss", "val_loss")
-COUNTED = ("grad_norm", "nonfinite_count", "skipped", "loss_scale")
+COUNTED = ("grad_norm", "loss_scale")
 
 # Kinds of events that are a fact by themselves; those of others depend on metric and record.
 _FACTS = {
@@ -149,6 +149,7 @@ class Gathering:
             return (table.OTHER_NONFINITE,)
         if record.skipped:
             return (table.OVERFLOWS,)
+        self.counts["perhaps skipped"] += record.skipped is None
         if record.loss is not None and isfinite(record.loss):
             return (table.GRADIENT_NONFINITE, table.BACKWARD_NONFINITE)
         return (table.GRADIENT_NONFINITE,)

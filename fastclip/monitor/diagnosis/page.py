@@ -16,7 +16,10 @@ def page(found: "Diagnosis") -> str:
     """The page, without a newline at its end."""
     symptom = next(row for row in table.SYMPTOMS if row.name == found.symptom)
     boundary = next(row for row in table.BOUNDARIES if row.name == found.boundary)
-    lines = [_heading("A", "symptom", found.symptom), *_filled(symptom.meaning, "   ")]
+    lines = [
+        _heading("A", "symptom", found.symptom + _doubt(found)),
+        *_filled(symptom.meaning, "   "),
+    ]
     if found.onset is not None:
         lines += _filled(f"Onset: step {found.onset} ({found.onset_metric}).", "   ")
     attempts = any(evidence.attempt for evidence in found.evidence)
@@ -36,6 +39,11 @@ def page(found: "Diagnosis") -> str:
 
 def _heading(letter: str, phase: str, what: str) -> str:
     return f"{letter}. {phase.capitalize()}{f': {what}' if what else ''}"
+
+
+def _doubt(found: "Diagnosis") -> str:
+    """That nothing was seen says little where little could be."""
+    return ", but not enough evidence" if found.symptom == "none" and found.unjudged else ""
 
 
 def _filled(text: str, first: str, rest: str | None = None) -> list[str]:

@@ -3,7 +3,8 @@
 Facts are sentences that records bear out. The first row of `SYMPTOMS` and of `BOUNDARIES` that
 holds counts; every row of `ADVICE` that holds does. Texts have places for what `diagnose` fills in:
 {onset}, {target} (the newest checkpoint without the onset), {step} (of the alarm), {batch} (that
-shows the boundary), {lr}, {scale} (the lowest), {attempt}, {newest} (attempt),
+shows the boundary), {lr}, {scale} (the lowest), {attempt}, {newest} (attempt), {best} (what Drift
+compared with),
 {backward} and {backward_batch} (of BACKWARD_NONFINITE), {threshold} and {norms} (what it is made
 of), {losses}, {with_loss}, {with_norm} (how many), {open} (the step of OPEN).
 """
@@ -29,6 +30,7 @@ OTHER_NONFINITE = "activation_max, param_norm or update_ratio is not finite"
 CLIPPING = "most steps are clipped (ClipRate)"
 # These are of the log as a whole.
 PAST = "all that shows the symptom is of an attempt that was rolled back"
+ABRUPT = "the first that shows it is not Drift"
 SLOW = "the first that shows it is Drift"
 CALIBRATED = "there are enough healthy norms to suggest a threshold"
 UNCALIBRATED = "there are not"
@@ -100,7 +102,7 @@ BOUNDARIES = (
         ("gradient", "sustained"),
         "Every number is finite: the updates went astray, not the arithmetic.",
     ),
-    Boundary("none", (), (), "No pass of the model is at fault as far as the log goes."),
+    Boundary("none", (), (), "The log shows none."),
 )
 
 
@@ -221,7 +223,7 @@ ADVICE = (
     Advice(
         "sustained",
         None,
-        None,
+        (ABRUPT,),
         "Restore the checkpoint before the onset: recovery.restore(before={target}), and leave out "
         "the batches of steps {target} to {step}; Recovery(directory, state, RollbackPolicy()) "
         "does both by itself.",
@@ -232,20 +234,21 @@ ADVICE = (
     Advice(
         "sustained",
         None,
+        (SLOW,),
+        "Restore a checkpoint from before the rise. It began earlier than step {onset}, where "
+        "Drift noticed it: find in `fastclip report LOG` the step at which the loss was last at its "
+        "best, {best}, and call recovery.restore(before=STEP).",
+        "The restarted loss reaches {best} again and goes below it.",
+    ),
+    Advice(
+        "sustained",
+        None,
         None,
         "Review the learning rate ({lr} at the onset) and its warm-up: halve it for a few hundred "
         "steps after the restart (RollbackPolicy(lr_scale=0.5, lr_steps=200)), for good if it "
         "happens again.",
         "With the lower rate the update_ratio falls in proportion, and Sustained and Drift stay "
         "silent past step {onset}.",
-    ),
-    Advice(
-        "sustained",
-        None,
-        (SLOW,),
-        "Drift names the step at which it noticed; a slow rise began earlier. Find in "
-        "`fastclip report LOG` where the loss was last at its best and restore from before that.",
-        "The restarted loss reaches that best value again and goes below it.",
     ),
     Advice(
         "isolated",

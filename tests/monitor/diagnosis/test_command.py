@@ -38,7 +38,7 @@ A. Symptom: isolated
      sustained) is not known.
 
 B. Boundary: none
-   No pass of the model is at fault as far as the log goes.
+   The log shows none.
 
 C. Interventions
    1. Watch, and do nothing disruptive: no rollback, no other learning rate, no

@@ -33,6 +33,7 @@ def test_real_and_long_runs() -> None:
     for name in ("real-run", "many-norms"):
         assert diagnosed(name)[:2] + diagnosed(name)[4:6] == SINGLE[name][1:]
     slow = diagnosed("slow", 1)
+    assert "Restore a checkpoint from before the rise" in slow.interventions[0]
     assert (slow.symptom, slow.boundary, slow.onset_metric) == ("sustained", "update", "loss")
     assert slow.onset is not None
     assert 2100 < slow.onset < 2200
@@ -101,6 +102,25 @@ def test_every_fact_has_its_records() -> None:
     assert f"inside again at step {S + 9}" in back.message
 
 
+def test_little_evidence_is_said() -> None:
+    for name, missing in (
+        ("thirty-records", "30 finite losses"),
+        ("loss-alone", "no grad_norm in the log"),
+        ("norm-alone-not-finite", "forward or backward cannot be told"),
+        ("gradients-of-a-step-maybe-skipped", "were skipped is not in the log"),
+        ("a-spike-at-the-end", "left its band at step 1199"),
+        ("negative-losses", "losses at or below 0"),
+        ("sparse-norms", "grad_norm is in 240 of 1,200 records"),
+    ):
+        found = diagnosed(name)
+        assert missing in " ".join(found.unjudged), name
+        assert any(check.startswith("So that the next log can tell") for check in found.checks)
+        doubt = "A. Symptom: none, but not enough evidence\n" in str(found)
+        assert doubt == (found.symptom == "none")
+    assert diagnosed("healthy").unjudged == diagnosed("gradient-first").unjudged == ()
+    assert str(diagnosed("healthy")).startswith("A. Symptom: none\n")
+
+
 def test_counts_and_spans() -> None:
     found = {one.fact: one for one in diagnosed("nan-loss-to-the-end").evidence}
     for fact in (table.LOSS_NONFINITE, table.STUCK):
@@ -127,7 +147,7 @@ def test_the_layer_and_the_batch_are_named() -> None:
     records[S] = replace(records[S], layers=layers, batch={"file": "a.txt", "line": 3})
     found = diagnose(records)
     assert found.evidence[0].message.endswith("blocks.3.attn")
-    assert f'batch {{"file": "a.txt", "line": 3}} (step {S})' in found.checks[1]
+    assert f"batch {{'file': 'a.txt', 'line': 3}} (step {S})" in found.checks[1]
 
 
 def test_the_threshold_is_that_of_the_healthy_part() -> None:
