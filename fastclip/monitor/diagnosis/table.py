@@ -236,8 +236,8 @@ ADVICE = (
         None,
         (SLOW,),
         "Restore a checkpoint from before the rise. It began earlier than step {onset}, where "
-        "Drift noticed it: find in `fastclip report LOG` the step at which the loss was last at its "
-        "best, {best}, and call recovery.restore(before=STEP).",
+        "Drift noticed it: find in `fastclip report LOG` the step at which the loss was last at "
+        "its best, {best}, and call recovery.restore(before=STEP).",
         "The restarted loss reaches {best} again and goes below it.",
     ),
     Advice(
@@ -290,8 +290,8 @@ GAPS = {
         "grad_norm in every record that has a loss",
     ),
     "no skipped": Gap(
-        "whether steps were skipped is not in the log: those with gradients that are not finite "
-        "count as taken. If a GradScaler skipped them they were healthy probes of its scale",
+        "whether the steps with gradients that are not finite were skipped is not in the log, so "
+        "they count as taken. If a GradScaler skipped them they were healthy probes of its scale",
         "skipped and loss_scale: monitor.observe(step=step, loss=loss, "
         "stats=clipper.step(optimizer, scaler), loss_scale=scale)",
     ),
