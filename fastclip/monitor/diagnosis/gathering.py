@@ -46,9 +46,9 @@ class Gathering:
 
     `counts`: how many records there were, how many had a loss and each of `COUNTED`, losses that
     are not positive, and gradients that are not finite in steps that do not say whether they were
-    skipped. `losses`: the most finite ones in one attempt. `outside`: how many losses each visit outside the band took.
-    `scale`: the lowest that LossScaleDrop told. `norms`: the last of those that are outside all
-    excursions, before the first GRADIENT_FIRST.
+    skipped. `losses`: the most finite ones in one attempt. `outside`: how many losses each visit
+    outside the band took. `scale`: the lowest that LossScaleDrop told. `norms`: the last of those
+    that are outside all excursions, before the first GRADIENT_FIRST.
     """
 
     def __init__(self) -> None:

@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 
 from fastclip.monitor import Diagnosis, LayerRow, StepRecord, diagnose, suggest_max_norm
 from fastclip.monitor.diagnosis import table
+from fastclip.monitor.diagnosis.gathering import NORMS, SHOWN, Gathering
 from tests.monitor.diagnosis.cases import CASES, SINGLE, S
 from tests.monitor.making import healthy
 
@@ -163,6 +164,19 @@ def test_the_threshold_is_that_of_the_healthy_part() -> None:
         for r in SINGLE["many-norms"].records(0)
     ]
     assert "their median changed by a factor of 0.329" in diagnose(doubled).interventions[0]
+
+
+def test_what_is_kept_is_bounded() -> None:
+    gathering = Gathering()
+    records = healthy(4000)
+    for step in range(12_000):
+        gathering.add(replace(records[step % 4000], step=step, loss=math.nan))
+    (lost, stuck) = gathering.evidence().values()
+    assert (lost.times, len(lost.records), len(stuck.records)) == (12_000, SHOWN, 1)
+    assert gathering.norms == []  # no step is outside the excursion
+    for step in range(12_000, 24_000):
+        gathering.add(replace(records[step % 4000], step=step, loss=2.0))
+    assert len(gathering.norms) == NORMS
 
 
 UNRELATED = ("lr", "clip_coef", "clipped", "val_loss", "param_norm", "batch", "layers")
