@@ -22,6 +22,7 @@ COMMANDS = {
     "bench": "how fast fastclip clips on this machine, beside everybody else who is installed",
     "replay": "the log of a run through the default detectors: what happened, and when it began",
     "calibrate": "a clipping threshold from the log of a healthy run",
+    "diagnose": "the log of a run: symptom, boundary, what to do, and how to see that it helped",
 }
 
 LOG: tuple[str, dict[str, Any]] = ("log", {"metavar": "LOG", "help": "a log in JSONL"})
@@ -61,6 +62,10 @@ ARGUMENTS: dict[str, list[tuple[str, dict[str, Any]]]] = {
                 "help": "the share of steps to clip (default: %(default)s)",
             },
         ),
+    ],
+    "diagnose": [
+        LOG,
+        ("--baseline", {"metavar": "GOOD", "help": "the log of a healthy run, to compare with"}),
     ],
 }
 

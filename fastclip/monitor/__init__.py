@@ -50,6 +50,8 @@ if TYPE_CHECKING:
     from fastclip.monitor.detectors import Spike as Spike
     from fastclip.monitor.detectors import Sustained as Sustained
     from fastclip.monitor.detectors import default_detectors as default_detectors
+    from fastclip.monitor.diagnosis.diagnose import diagnose as diagnose
+    from fastclip.monitor.diagnosis.result import Diagnosis as Diagnosis
     from fastclip.monitor.layers import LayerTable as LayerTable
     from fastclip.monitor.log import JSONL as JSONL
     from fastclip.monitor.monitor import Monitor as Monitor
@@ -73,6 +75,7 @@ __all__ = [
     "ClipRate",
     "Console",
     "Detector",
+    "Diagnosis",
     "Drift",
     "Event",
     "LayerRow",
@@ -95,6 +98,7 @@ __all__ = [
     "Watch",
     "compare_precisions",
     "default_detectors",
+    "diagnose",
     "find_first_nonfinite",
     "suggest_max_norm",
 ]
@@ -117,6 +121,8 @@ _HOME = {
     "MLflow": "sinks.mlflow",
     "TensorBoard": "sinks.tensorboard",
     "WandB": "sinks.wandb",
+    "Diagnosis": "diagnosis.result",
+    "diagnose": "diagnosis.diagnose",
 }
 
 if not TYPE_CHECKING:  # a type checker would take __getattr__ to mean that every name exists
