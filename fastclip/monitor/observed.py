@@ -29,18 +29,20 @@ class Watch(Protocol):
 
 
 class Later(NamedTuple):
-    """What `make` gives of copies of `tensors` on the host."""
+    """What `make` gives of copies of `tensors` on the host. `fixed`: nobody changes those, so on
+    the CPU they need no copy."""
 
     tensors: tuple["Tensor", ...]
     make: Callable[..., Any]
+    fixed: bool = False
 
 
 class Given(NamedTuple):
     """One call of observe.
 
     `fields` of the record: what is on the host is checked; a tensor of one element, and `Later`,
-    are yet to be read. `layers` is what rows of layers can be made of, and `measured` says whether a
-    watch gave some of that.
+    are yet to be read. `layers` is what rows of layers can be made of, and `measured` says whether
+    a watch gave some of that.
     """
 
     fields: dict[str, Any]
@@ -96,13 +98,17 @@ def _from_watch(watch: Watch) -> dict[str, Any]:
 
 def _from_stats(stats: "GradStats") -> dict[str, Any]:
     """The fields that statistics of the gradients fill. What takes an operator more than a copy
-    (the number of non-finite elements, the smallest coefficient) is computed on the host."""
+    (the number of non-finite elements, the smallest coefficient) is computed on the host.
+
+    The table is as fixed as `GradStats` itself: each step makes one. Copying it all the same would
+    take 5 us on the CPU for 300 gradients and 9 for 2,000, a tenth and a sixth of a step's cost.
+    """
     coef = stats.coef
     return {
         "grad_norm": stats.total_norm,
         "clip_coef": Later((coef,), _smallest) if coef.dim() else coef,
         "clipped": stats.clipped,
-        "nonfinite_count": Later((stats.table,), _nonfinite),
+        "nonfinite_count": Later((stats.table,), _nonfinite, fixed=True),
         "skipped": stats.skipped,
     }
 
@@ -135,7 +141,7 @@ def _layers_of(stats: "GradStats") -> Later:
         columns = {"norm": norms.tolist(), "max_abs": max_abs, "nonfinite": shares}
         return LayerTable(names, columns)
 
-    return Later((stats.table,), make)
+    return Later((stats.table,), make, fixed=True)
 
 
 def _taken_in(name: str, value: Any) -> Any:
@@ -184,7 +190,7 @@ def _column(name: str, numbers: Iterable[Any]) -> list[Any]:
 
 
 def _rows(table: LayerTable) -> Later:
-    tensors, make = _of_table(table)
+    tensors, make, _ = _of_table(table)
     return Later(tensors, lambda *columns: merged([make(*columns)]))
 
 

@@ -133,7 +133,7 @@ class Row:
         for names, tensors in groups.values():
             import torch
 
-            self._numbers.append((names, self._copied(torch.stack(tensors), new=True)))
+            self._numbers.append((names, self._copied(torch.stack(tensors), fixed=True)))
         self._events = [_recorded(device) for device in self.devices]
 
     def record(self) -> StepRecord:
@@ -165,14 +165,15 @@ class Row:
         for tensor in value.tensors:
             copy = copies.get(id(tensor))
             if copy is None:
-                copy = copies[id(tensor)] = self._copied(tensor)
+                copy = copies[id(tensor)] = self._copied(tensor, value.fixed)
             own.append(copy)
         return partial(value.make, *own)
 
-    def _copied(self, tensor: "Tensor", new: bool = False) -> "Tensor":
-        """A copy on the host, perhaps still under way. A `new` tensor is nobody else's."""
+    def _copied(self, tensor: "Tensor", fixed: bool) -> "Tensor":
+        """A copy on the host, perhaps still under way; the tensor itself if it is there, and
+        `fixed`: nobody changes it."""
         if tensor.is_cpu:
-            return tensor if new else tensor.clone()
+            return tensor if fixed else tensor.clone()
         import torch
 
         self.devices.add(tensor.device)
