@@ -2,8 +2,8 @@
 
 Nothing in here needs torch, and importing it does not import it: a log is replayed anywhere::
 
-    monitor = Monitor(sinks=[JSONL("run.jsonl")])
-    events = monitor.observe(step=step, loss=loss, stats=stats)  # in the training loop
+    with Monitor(sinks=[JSONL("run.jsonl")]) as monitor:
+        events = monitor.observe(step=step, loss=loss, stats=stats)  # in the training loop
     events = Monitor().replay("run.jsonl")  # the same again, later
 
 One's own detector is a class with two methods: `init` gives a state, and a call makes of a state
@@ -46,9 +46,11 @@ if TYPE_CHECKING:
     from fastclip.monitor.detectors import Spike as Spike
     from fastclip.monitor.detectors import Sustained as Sustained
     from fastclip.monitor.detectors import default_detectors as default_detectors
+    from fastclip.monitor.layers import LayerTable as LayerTable
     from fastclip.monitor.log import JSONL as JSONL
     from fastclip.monitor.monitor import Monitor as Monitor
     from fastclip.monitor.monitor import Sink as Sink
+    from fastclip.monitor.observed import Watch as Watch
     from fastclip.monitor.records import Event as Event
     from fastclip.monitor.records import LayerRow as LayerRow
     from fastclip.monitor.records import StepRecord as StepRecord
@@ -56,6 +58,7 @@ if TYPE_CHECKING:
     from fastclip.monitor.sinks.mlflow import MLflow as MLflow
     from fastclip.monitor.sinks.tensorboard import TensorBoard as TensorBoard
     from fastclip.monitor.sinks.wandb import WandB as WandB
+    from fastclip.monitor.telemetry import Telemetry as Telemetry
 
 __all__ = [
     "JSONL",
@@ -66,6 +69,7 @@ __all__ = [
     "Drift",
     "Event",
     "LayerRow",
+    "LayerTable",
     "LossScaleDrop",
     "MLflow",
     "Monitor",
@@ -75,8 +79,10 @@ __all__ = [
     "Spike",
     "StepRecord",
     "Sustained",
+    "Telemetry",
     "TensorBoard",
     "WandB",
+    "Watch",
     "default_detectors",
     "suggest_max_norm",
 ]
@@ -92,6 +98,9 @@ _HOME = {
     "MLflow": "sinks.mlflow",
     "TensorBoard": "sinks.tensorboard",
     "WandB": "sinks.wandb",
+    "LayerTable": "layers",
+    "Telemetry": "telemetry",
+    "Watch": "observed",
 }
 
 if not TYPE_CHECKING:  # a type checker would take __getattr__ to mean that every name exists
