@@ -102,7 +102,7 @@ def main(arguments: list[str] | None = None) -> int:
     with quiet_clients():
         for name, make in sinks().items():
             for kind, count in COUNTS.items():
-                cost = measure(make, kind, 20 if args.quick else count)
+                cost = measure(make, kind, 5 if args.quick else count)
                 rows.append({"sink": name, "record": kind, **cost})
                 print(
                     f"{name:<20}{kind:<10}{cost['us']:>10.1f}{cost['us_mean']:>10.1f}"

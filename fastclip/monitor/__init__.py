@@ -103,27 +103,29 @@ __all__ = [
     "suggest_max_norm",
 ]
 
-_HOME = {
-    **dict.fromkeys(("NonFiniteOrigin", "PrecisionReport", "compare_precisions"), "batch"),
-    "find_first_nonfinite": "batch",
-    **dict.fromkeys(("Calibration", "suggest_max_norm"), "calibration"),
-    **dict.fromkeys(("ClipRate", "LossScaleDrop", "NonFinite", "RobustSpike"), "detectors"),
-    **dict.fromkeys(("Drift", "Spike", "Sustained", "Detector", "default_detectors"), "detectors"),
-    **dict.fromkeys(("Event", "LayerRow", "StepRecord"), "records"),
-    **dict.fromkeys(("Monitor", "Sink"), "monitor"),
-    "ActivationWatch": "watches.activations",
-    "JSONL": "log",
-    "LayerTable": "layers",
-    "ParameterWatch": "watches.parameters",
-    "Telemetry": "telemetry",
-    "Watch": "observed",
-    "Console": "sinks.console",
-    "MLflow": "sinks.mlflow",
-    "TensorBoard": "sinks.tensorboard",
-    "WandB": "sinks.wandb",
-    "Diagnosis": "diagnosis.result",
-    "diagnose": "diagnosis.diagnose",
+_MODULES = {
+    "batch": ("NonFiniteOrigin", "PrecisionReport", "compare_precisions", "find_first_nonfinite"),
+    "calibration": ("Calibration", "suggest_max_norm"),
+    "detectors": (
+        *("ClipRate", "Detector", "Drift", "LossScaleDrop", "NonFinite", "RobustSpike"),
+        *("Spike", "Sustained", "default_detectors"),
+    ),
+    "diagnosis.diagnose": ("diagnose",),
+    "diagnosis.result": ("Diagnosis",),
+    "layers": ("LayerTable",),
+    "log": ("JSONL",),
+    "monitor": ("Monitor", "Sink"),
+    "observed": ("Watch",),
+    "records": ("Event", "LayerRow", "StepRecord"),
+    "sinks.console": ("Console",),
+    "sinks.mlflow": ("MLflow",),
+    "sinks.tensorboard": ("TensorBoard",),
+    "sinks.wandb": ("WandB",),
+    "telemetry": ("Telemetry",),
+    "watches.activations": ("ActivationWatch",),
+    "watches.parameters": ("ParameterWatch",),
 }
+_HOME = {name: module for module, names in _MODULES.items() for name in names}
 
 if not TYPE_CHECKING:  # a type checker would take __getattr__ to mean that every name exists
 
