@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from fastclip.monitor.bands import Bands
 from fastclip.monitor.detectors import Detector, default_detectors
+from fastclip.monitor.detectors.contract import answer
 from fastclip.monitor.log import JSONL
 from fastclip.monitor.observed import from_stats, on_host
 from fastclip.monitor.records import NAMES, Event, StepRecord, make_record
@@ -137,7 +138,7 @@ class Monitor:
         events: list[Event] = []
         after = [bands]
         for detector, state in zip(self.detectors, states, strict=True):
-            state, found = detector(state, record)
+            state, found = answer(detector, state, record)
             after.append(state)
             if found:
                 events += [_with_onset(event, onset) for event in found]
