@@ -65,7 +65,7 @@ WRONG: dict[str, tuple[Callable[[int, StepRecord], Any], str]] = {
     "three": (lambda count, record: (count, [], 1), r"\(3, \[\], 1\)"),
     "one-event": (lambda count, record: (count, event(record)), r"\(3, Event"),
     "texts": (lambda count, record: (count, ["spike"]), r"\(3, \['spike'\]\)"),
-    "generator": (lambda count, record: (x for x in (count, [])), "<generator"),
+    "generator": (lambda count, record: iter((count, [])), "<tuple_iterator"),
 }
 
 
