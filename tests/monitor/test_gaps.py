@@ -104,7 +104,7 @@ def test_none_is_as_good_as_no_record(name: str, steps: set[int]) -> None:
     assert events
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=8, deadline=None)
 @given(st.sampled_from(WATCHED), places, st.sampled_from(BAD))
 def test_metrics_do_not_touch_each_other(metric: str, steps: set[int], bad: float) -> None:
     """The verdicts about all other metrics are those of the log as it was."""

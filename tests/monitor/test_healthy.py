@@ -1,5 +1,6 @@
 """Healthy runs of many kinds: which detectors are silent, and which are not, and why."""
 
+import math
 import random
 import textwrap
 from dataclasses import replace
@@ -8,7 +9,7 @@ from typing import Any
 import pytest
 
 from fastclip import monitor as package
-from fastclip.monitor import ClipRate, Drift, Monitor, detectors
+from fastclip.monitor import ClipRate, Drift, Monitor, RobustSpike, StepRecord, detectors
 from tests.monitor.making import changed, times
 from tests.monitor.shapes import ROUGH, STEADY, language_model, made
 
@@ -66,3 +67,32 @@ def test_a_clipped_warm_up_is_told_and_ends() -> None:
     assert [event.step for event in events] == list(range(99, events[-1].step + 1))
     assert events[-1].step < 160
     assert Monitor([ClipRate(over=0.95)]).replay(records) == []
+
+
+@pytest.mark.parametrize(("digits", "told"), [(2, True), (3, False), (6, False)])
+def test_norms_want_their_digits(digits: int, told: bool) -> None:
+    """At 0.22 the second digit is 5 %; with more than half of a window equal, the MAD is 0."""
+    noise = random.Random(0)
+    norms = [round(0.222 * noise.lognormvariate(0, 0.02), digits) for _ in range(1000)]
+    records = [StepRecord(step, grad_norm=norm) for step, norm in enumerate(norms)]
+    assert bool(Monitor([RobustSpike("grad_norm", log=True)]).replay(records)) == told
+
+
+@pytest.mark.parametrize("every", [1, 5, 10, 20])
+def test_a_slow_divergence_is_seen_however_often_it_is_logged(every: int) -> None:
+    """From 5.0 to 7.1 in 2,400 updates, after 3,000 that went well: Drift says so when the median
+    of 50 is 10 % up, which is at step 3,600 and half a window.
+    """
+    noise = random.Random(every)
+    records = [
+        StepRecord(
+            step,
+            5 + 4 * math.exp(-step / 400) + 2.1 * max(0, step - 3000) / 2400 + noise.gauss(0, 0.1),
+            grad_norm=noise.lognormvariate(0, 0.3),
+        )
+        for step in range(0, 5400, every)
+    ]
+    events = Monitor().replay(records)
+    assert {event.kind for event in events} == {"drift"}
+    assert 3500 < events[0].step < 3700 + 25 * every
+    assert events[-1].step == records[-1].step
