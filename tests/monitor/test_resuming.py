@@ -74,3 +74,25 @@ def test_a_state_out_of_json_serves_to_the_end(cut: int) -> None:
     events += second.replay(records[cut:])
     wanted = Monitor()
     assert repr(events) == repr(wanted.replay(records))
+
+
+WRONG: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
+    "step": ({"step": "5"}, TypeError, "step and attempt .* got '5' and 0"),
+    "attempt": ({"attempt": None}, TypeError, "step and attempt .* got 4 and None"),
+    "detectors": ({"detectors": []}, TypeError, r"the detectors of a state are a dict, got \[\]"),
+    "bands": ({"bands": None}, ValueError, "a state of the bands has two parts, got None"),
+    "fewer-bands": ({"bands": ([], None)}, ValueError, r"one for each of loss, .*got \[\]"),
+}
+
+
+@pytest.mark.parametrize("name", WRONG)
+def test_a_wrong_state_is_refused_before_anything_is_changed(name: str) -> None:
+    changes, error, text = WRONG[name]
+    monitor = Monitor()
+    monitor.replay(incident_log()[:5])
+    state = monitor.state_dict()
+    with pytest.raises(error, match=text):
+        monitor.load_state_dict({**state, **changes})
+    assert monitor.state_dict() == state
+    with pytest.raises(TypeError, match="a state of a Monitor is a dict, got None"):
+        monitor.load_state_dict(None)  # type: ignore[arg-type]
