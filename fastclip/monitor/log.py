@@ -29,7 +29,7 @@ class JSONL:
     opened at the first `write` and made if it is not there; what it has stays, and a last line
     without its end is ended first.
 
-    Iterating gives the records in order. A line that is not one, such as the last one of a process
+    Iterating gives the records in order, `amendments` what was added to records later. A line that is not one, such as the last one of a process
     that was killed, is skipped with a `UserWarning`; unknown keys and blank lines are nothing.
     """
 

@@ -6,7 +6,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 from fastclip.monitor.layers import LayerTable, merged, require_table
-from fastclip.monitor.records import NAMES, checked
+from fastclip.monitor.records import AS_IT_IS, NAMES, checked
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -61,10 +61,11 @@ def given(
         if name not in _KNOWN:
             raise TypeError(f"a record has no {name!r}; its fields are {', '.join(NAMES)}")
         if value is not None:
-            own[name] = _taken_in(name, value)
+            plain = type(value) is AS_IT_IS.get(name)
+            own[name] = value if plain else _taken_in(name, value)
     if step is None:
         raise TypeError("a record needs a step")
-    own["step"] = _taken_in("step", step)
+    own["step"] = step if type(step) is int else _taken_in("step", step)
     layers: list[Later] = []
     found: dict[str, Any] = {}
     if stats is not None:
@@ -126,8 +127,10 @@ def _layers_of(stats: "GradStats") -> Later:
         from fastclip import table as tables
 
         norms = tables.norms(table, p).to(dtype)
-        bad = table[:, tables.NAN] + table[:, tables.INF]
-        shares = [n and n / size for n, size in zip(bad.tolist(), numel, strict=True)]
+        shares = [0.0] * len(names)
+        if _nonfinite(table):
+            bad = table[:, tables.NAN] + table[:, tables.INF]
+            shares = [n and n / size for n, size in zip(bad.tolist(), numel, strict=True)]
         max_abs = table[:, tables.MAX_ABS].tolist()
         columns = {"norm": norms.tolist(), "max_abs": max_abs, "nonfinite": shares}
         return LayerTable(names, columns)
@@ -142,11 +145,11 @@ def _taken_in(name: str, value: Any) -> Any:
     if name == "layers":
         return _rows(value) if isinstance(value, LayerTable) else checked(name, value)
     if is_tensor(value):
-        _require_readable(name, value)
-        if value.numel() != 1:
-            shape = tuple(value.shape)
+        number = _readable(name, value)
+        if number.numel() != 1:
+            shape = tuple(number.shape)
             raise TypeError(f"{name} must be one number, got a tensor of shape {shape}")
-        return value
+        return number.reshape(()) if number.dim() else number
     if hasattr(value, "item"):  # NumPy's scalars and arrays
         try:
             value = value.item()
@@ -158,9 +161,10 @@ def _taken_in(name: str, value: Any) -> Any:
 
 def _of_table(table: LayerTable) -> Later:
     require_table(table)
-    tensors: dict[str, Any] = {n: c for n, c in table.columns.items() if is_tensor(c)}
-    for name, column in tensors.items():
-        _require_readable(f"the column {name!r} of layers", column)
+    tensors: dict[str, Tensor] = {}
+    for name, column in table.columns.items():
+        if is_tensor(column):
+            tensors[name] = _readable(f"the column {name!r} of layers", column)
     others = {name: _column(name, c) for name, c in table.columns.items() if name not in tensors}
     names, measured = table.names, tuple(tensors)
 
@@ -196,8 +200,7 @@ def _batch(value: Any) -> Any:
 
     def emptied(part: Any) -> Any:
         if is_tensor(part):
-            _require_readable("batch", part)
-            tensors.append(part)
+            tensors.append(_readable("batch", part))
             return _Place(len(tensors) - 1)
         if isinstance(part, Mapping):
             return {key: emptied(item) for key, item in part.items()}
@@ -220,8 +223,8 @@ def is_tensor(value: Any) -> bool:
     return torch is not None and isinstance(value, torch.Tensor)
 
 
-def _require_readable(name: str, tensor: "Tensor") -> None:
-    """Raises `TypeError` for a tensor without plain numbers to copy."""
+def _readable(name: str, tensor: Any) -> "Tensor":
+    """The tensor, outside of any graph. `TypeError` for one without plain numbers to copy."""
     import torch
 
     if tensor.is_meta:
@@ -231,3 +234,4 @@ def _require_readable(name: str, tensor: "Tensor") -> None:
     if tensor.layout != torch.strided or tensor.is_complex() or tensor.is_quantized:
         kind = f"{tensor.dtype}, {tensor.layout}"
         raise TypeError(f"{name} must be a dense tensor of real numbers, got one of {kind}")
+    return tensor.detach() if tensor.requires_grad else tensor

@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Any
 
 from fastclip.checks import require
 from fastclip.monitor.layers import Source
-from fastclip.monitor.observed import Given, Later, is_tensor
-from fastclip.monitor.records import StepRecord, checked, unchecked
+from fastclip.monitor.observed import Given, Later
+from fastclip.monitor.records import AS_IT_IS, NOT_NUMBERS, StepRecord, checked, unchecked
 
 if TYPE_CHECKING:
     from torch import Event, Tensor
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from fastclip.monitor.monitor import Monitor
 
 LAG = 2  # rows, where a device has numbers of them
-_PLAIN = frozenset((float, int, bool))
+_PLAIN = frozenset((float, int, bool))  # most values, told from tensors by one look-up
 
 
 class Telemetry:
@@ -117,17 +117,17 @@ class Row:
         groups: dict[Any, tuple[list[str], list[Tensor]]] = {}
         copies: dict[int, Tensor] = {}
         for name, value in given.fields.items():
-            if type(value) in _PLAIN:
+            if type(value) in _PLAIN or (name in NOT_NUMBERS and type(value) is not Later):
                 self._fields[name] = value
             elif type(value) is Later:
                 self._made.append((name, self._begun(value, copies)))
-            elif is_tensor(value):
-                names, tensors = groups.setdefault((value.dtype, value.device), ([], []))
-                names.append(name)
-                value = value.detach() if value.requires_grad else value
-                tensors.append(value if value.dim() == 0 else value.reshape(()))
             else:
-                self._fields[name] = value
+                key = value.dtype, value.device
+                if key not in groups:
+                    groups[key] = [], []
+                names, tensors = groups[key]
+                names.append(name)
+                tensors.append(value)
         # What rows of layers are made of; to be called after `record`.
         self.layers: list[Source] = [self._begun(value, copies) for value in given.layers]
         for names, tensors in groups.values():
@@ -149,12 +149,16 @@ class Row:
             values[name] = make()
         for names, numbers in self._numbers:
             for name, number in zip(names, numbers.tolist(), strict=True):
-                try:
-                    values[name] = checked(name, number)
-                except TypeError as error:
-                    step = self._fields.get("step", "that is on a device")
-                    raise TypeError(f"{error}, in the row of the step {step}") from error
+                plain = type(number) is AS_IT_IS.get(name)
+                values[name] = number if plain else self._checked(name, number)
         return unchecked(values)
+
+    def _checked(self, name: str, value: Any) -> Any:
+        try:
+            return checked(name, value)
+        except TypeError as error:
+            step = self._fields.get("step", "that is on a device")
+            raise TypeError(f"{error}, in the row of the step {step}") from error
 
     def _begun(self, value: Later, copies: "dict[int, Tensor]") -> Source:
         own = []
@@ -167,8 +171,6 @@ class Row:
 
     def _copied(self, tensor: "Tensor", new: bool = False) -> "Tensor":
         """A copy on the host, perhaps still under way. A `new` tensor is nobody else's."""
-        if tensor.requires_grad:
-            tensor = tensor.detach()
         if tensor.is_cpu:
             return tensor if new else tensor.clone()
         import torch
