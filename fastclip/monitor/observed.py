@@ -39,8 +39,8 @@ class Given(NamedTuple):
     """One call of observe.
 
     `fields` of the record: what is on the host is checked; a tensor of one element, and `Later`,
-    are yet to be read. `layers` is what rows of layers are made of; `measured`, whether some of
-    that is from a watch or from the caller.
+    are yet to be read. `layers` is what rows of layers can be made of, and `measured` says whether a
+    watch gave some of that.
     """
 
     fields: dict[str, Any]

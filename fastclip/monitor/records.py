@@ -51,8 +51,8 @@ class StepRecord:
     ==================  =========  =========================================================
 
     The second column says whether a metric is of the model before or after the update of this step:
-    a bad update shows in those from before it one record later. That is so whenever a record was
-    read back from a device: all of it is of the one call of `Monitor.observe` that was of `step`.
+    a bad update shows in those from before it one record later. All of a record is of one call of
+    `Monitor.observe`, however much later its numbers came back from a device.
     """
 
     step: int
