@@ -17,7 +17,7 @@ condition holds. Rules with a ratio need a positive baseline and are silent at o
 
 The defaults are for losses that stay well above zero and vary by a few percent, as those of
 language models. Healthy ones get few warnings there: `ClipRate` while a warm-up is clipped, and
-`RobustSpike` of 2 to 4 norms in 10,000 (42 with batches of two sequences), measured with small
+`RobustSpike` of 2 to 5 norms in 10,000 (45 with batches of two sequences), measured with small
 transformers. Where the loss goes to zero or varies by half from one step to the next (small
 batches, small data), what a ratio of 1.1 or 1.5 takes for a change is noise. This set is for those,
 and for data that is fitted to the last example::
