@@ -51,6 +51,16 @@ class Bands:
         return (tuple(bands), excursion), left
 
 
+def require_bands(state: object) -> None:
+    """`ValueError` for what is no `State`, such as one with bands of other metrics."""
+    if not (isinstance(state, tuple | list) and len(state) == 2):
+        raise ValueError(f"a state of the bands has two parts, got {state!r:.80}")
+    bands = state[0]
+    if not isinstance(bands, tuple | list) or len(bands) != len(WATCHED):
+        names = ", ".join(WATCHED)
+        raise ValueError(f"a state of the bands has one for each of {names}, got {bands!r:.80}")
+
+
 def _judged(windows: Ordered, band: Band, value: float) -> tuple[Band, bool]:
     """The band after `value`, and whether that is outside."""
     window, away = band

@@ -8,8 +8,9 @@ from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any, Protocol
 
-from fastclip.monitor.bands import Bands
+from fastclip.monitor.bands import Bands, require_bands
 from fastclip.monitor.detectors import Detector, default_detectors
+from fastclip.monitor.detectors.contract import answer
 from fastclip.monitor.layers import Carriers
 from fastclip.monitor.log import JSONL
 from fastclip.monitor.observed import Watch, given
@@ -175,9 +176,7 @@ class Monitor:
         Each detector takes up what was saved under its kind and metric; one that was not there
         starts empty. What is still being read back is observed first, as for `state_dict`.
         """
-        missing = {"step", "attempt", "bands", "detectors"} - state.keys()
-        if missing:
-            raise ValueError(f"a state of a Monitor has {min(missing)!r}, got {list(state)!r:.80}")
+        _require_state(state)
         self._drain()
         saved = state["detectors"]
         pairs = zip(self._keys, self.detectors, strict=True)
@@ -259,7 +258,7 @@ class Monitor:
         events: list[Event] = []
         after = [bands]
         for detector, state in zip(self.detectors, states, strict=True):
-            state, found = detector(state, record)
+            state, found = answer(detector, state, record)
             after.append(state)
             if found:
                 events += [_with_onset(event, onset) for event in found]
@@ -284,6 +283,23 @@ class Monitor:
 
     def _empty(self) -> States:
         return (self._bands.init(), *(detector.init() for detector in self.detectors))
+
+
+def _require_state(state: dict[str, Any]) -> None:
+    """`ValueError` or `TypeError` for what is no state of a Monitor with these bands."""
+    if not isinstance(state, dict):
+        raise TypeError(f"a state of a Monitor is a dict, got {state!r:.80}")
+    missing = {"step", "attempt", "bands", "detectors"} - state.keys()
+    if missing:
+        raise ValueError(f"a state of a Monitor has {min(missing)!r}, got {list(state)!r:.80}")
+    step, attempt, saved = state["step"], state["attempt"], state["detectors"]
+    if not isinstance(attempt, int) or not (step is None or isinstance(step, int)):
+        raise TypeError(
+            f"step and attempt of a state are whole numbers, got {step!r:.80} and {attempt!r:.80}"
+        )
+    if not isinstance(saved, dict):
+        raise TypeError(f"the detectors of a state are a dict, got {saved!r:.80}")
+    require_bands(state["bands"])
 
 
 def _newest(sinks: Iterable[Sink]) -> tuple[int, float]:
