@@ -1,0 +1,215 @@
+"""Layers by steps, and the curve of clip rate against threshold, as figures of plotly."""
+
+import math
+import statistics
+from array import array
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+from fastclip.monitor.report.figures import Figure
+from fastclip.monitor.report.grid import Column, Grid
+from fastclip.monitor.report.text import clean, escape
+
+ROWS = 60  # layers that are shown
+LABEL = 26  # characters of a layer's name beside its row
+ROW_HEIGHT, AROUND = 20, 120  # pixels
+FIRST_TICKS = -8  # decades: a share of non-finite elements below it takes the lightest colour
+
+
+class Layers(NamedTuple):
+    """Heat maps of a run; `shown` of `known` layers, and the layer at the top of each order."""
+
+    norms: Figure | None
+    nonfinite: Figure | None
+    shown: int
+    known: int
+    merged: bool  # whether a column may be several steps
+    faulty: tuple[str, ...]  # layers that ever had non-finite elements, in the model's order
+
+
+def layers(grid: Grid) -> Layers | None:
+    """None if the log has no layers."""
+    columns = grid.columns()
+    if not grid.rows:
+        return None
+    names = list(grid.rows)
+    norms = [[_at(column.norms, row) for column in columns] for row in range(len(names))]
+    shares = [[_at(column.nonfinite, row) for column in columns] for row in range(len(names))]
+    chosen = _chosen(norms, shares)
+    labels = _labels(columns)
+    found = [[values[row] for row in chosen] for values in (norms, shares)]
+    rows = [escape(names[row], 120) for row in chosen]
+    has_norms = any(not math.isnan(value) for row in found[0] for value in row)
+    faulty = tuple(
+        name for name, row in zip(names, shares, strict=True) if any(value > 0 for value in row)
+    )
+    return Layers(
+        _norms(rows, labels, found[0]) if has_norms else None,
+        _nonfinite(rows, labels, found[1]) if faulty else None,
+        len(chosen),
+        len(names) + len(grid.left_out),
+        any(column.first != column.last for column in columns),
+        faulty,
+    )
+
+
+def _at(values: array[float], row: int) -> float:
+    return values[row] if row < len(values) else math.nan
+
+
+def _chosen(norms: Sequence[Sequence[float]], shares: Sequence[Sequence[float]]) -> list[int]:
+    """The places of the layers that are shown, in the order of the model."""
+
+    def badness(row: int) -> tuple[float, float]:
+        worst = max((share for share in shares[row] if share > 0), default=0.0)
+        lost = sum(norm == math.inf for norm in norms[row])
+        finite = [norm for norm in norms[row] if norm > 0 and norm != math.inf]
+        rise = max(finite) / statistics.median(finite) if finite else 0.0
+        return worst + lost, rise
+
+    places = sorted(range(len(norms)), key=badness, reverse=True)
+    return sorted(places[:ROWS])
+
+
+def _labels(columns: Sequence[Column]) -> list[str]:
+    several = len({attempt for column in columns for attempt, _ in (column.first, column.last)}) > 1
+    labels = []
+    for column in columns:
+        (attempt, first), (_, last) = column.first, column.last
+        steps = str(first) if column.first == column.last else f"{first}-{last}"
+        labels.append(f"{steps} ({attempt})" if several and attempt else steps)
+    return labels
+
+
+def _heat(rows: list[str], labels: list[str]) -> tuple[Figure, Figure]:
+    """A trace without values, and a layout."""
+    trace = {
+        **{"type": "heatmap", "x": labels, "y": rows, "xgap": 0, "ygap": 1},
+        "hoverongaps": False,
+        "colorbar": {
+            **{"orientation": "h", "y": 1, "yanchor": "bottom", "thickness": 10, "len": 1},
+            **{"outlinewidth": 0, "ticklabelposition": "outside top"},
+        },
+    }
+    layout = {
+        "height": AROUND + ROW_HEIGHT * max(3, len(rows)),
+        "xaxis": {"type": "category", "title": {"text": "step"}, "nticks": 8, "showgrid": False},
+        "yaxis": {
+            **{"type": "category", "autorange": "reversed", "showgrid": False, "automargin": True},
+            **{"tickmode": "array", "tickvals": rows, "ticktext": [_short(row) for row in rows]},
+        },
+        "hovermode": "closest",
+        "meta": {"heat": True},
+    }
+    return trace, layout
+
+
+def _short(row: str) -> str:
+    """The end of a name, where layers differ; `row` is HTML."""
+    import html
+
+    name = html.unescape(row)
+    return escape(name if len(name) <= LABEL else f"…{name[1 - LABEL :]}")
+
+
+def _log10(value: float) -> float | None:
+    return round(math.log10(value), 3) if 0 < value < math.inf else None
+
+
+def _norms(rows: list[str], labels: list[str], values: list[list[float]]) -> Figure:
+    trace, layout = _heat(rows, labels)
+    logs = [[_log10(value) for value in row] for row in values]
+    known = [value for row in logs for value in row if value is not None]
+    trace |= {
+        "z": logs,
+        "customdata": [[_shown(value) for value in row] for row in values],
+        "colorscale": "Viridis",
+        "hovertemplate": "%{y}<br>step %{x}<br>norm <b>%{customdata:.4~g}</b><extra></extra>",
+    }
+    if known:
+        trace["zmin"], trace["zmax"] = _range(known)
+        trace["colorbar"] |= _decades(trace["zmin"], trace["zmax"])
+    lost = [
+        (labels[x], rows[y])
+        for y, row in enumerate(values)
+        for x, value in enumerate(row)
+        if value == math.inf
+    ]
+    data = [trace]
+    if lost:
+        data.append(
+            {
+                **{"type": "scatter", "mode": "markers", "x": [x for x, _ in lost]},
+                "y": [y for _, y in lost],
+                "marker": {"symbol": "x", "size": 8, "color": "var(--critical)"},
+                "hovertemplate": "%{y}<br>step %{x}<br>norm is not finite<extra></extra>",
+            }
+        )
+    return {"data": data, "layout": layout}
+
+
+def _nonfinite(rows: list[str], labels: list[str], values: list[list[float]]) -> Figure:
+    trace, layout = _heat(rows, labels)
+    trace |= {
+        "z": [[_log10(value) for value in row] for row in values],
+        "zmin": FIRST_TICKS,
+        "zmax": 0,
+        "customdata": [[_shown(value) for value in row] for row in values],
+        "colorscale": [[0, "var(--scale-low)"], [1, "var(--critical)"]],
+        "hovertemplate": "%{y}<br>step %{x}<br>share <b>%{customdata:.3~g}</b><extra></extra>",
+    }
+    trace["colorbar"] |= _decades(FIRST_TICKS, 0)
+    return {"data": [trace], "layout": layout}
+
+
+def _shown(value: float) -> float | None:
+    return float(f"{value:.4g}") if math.isfinite(value) else None
+
+
+def _range(known: Sequence[float]) -> tuple[float, float]:
+    low, high = min(known), max(known)
+    return (low, high) if low < high else (low - 1, high + 1)
+
+
+def _decades(low: float, high: float) -> Figure:
+    """Ticks of a colour bar whose scale is the decimal logarithm."""
+    ticks = list(range(math.ceil(low), math.floor(high) + 1))
+    stride = max(1, math.ceil(len(ticks) / 5))
+    if len(ticks) < 2:
+        exact = [low, (low + high) / 2, high]
+        return {"tickvals": exact, "ticktext": [f"{10**tick:.2g}" for tick in exact]}
+    chosen = ticks[::-1][::stride][::-1]
+    texts = [f"{10**tick:g}" if -3 <= tick <= 3 else f"10<sup>{tick}</sup>" for tick in chosen]
+    return {"tickvals": chosen, "ticktext": texts}
+
+
+def calibration(curves: Sequence[tuple[str, str, Sequence[tuple[float, float]]]]) -> Figure:
+    """Clip rate against threshold, of runs with their name and colour."""
+    data: list[dict[str, Any]] = []
+    for name, color, curve in curves:
+        data.append(
+            {
+                **{"type": "scatter", "mode": "lines+markers", "name": escape(name)},
+                "x": [float(f"{threshold:.6g}") for threshold, _ in curve],
+                "y": [float(f"{rate:.6g}") for _, rate in curve],
+                "line": {"color": color, "width": 1.6},
+                "marker": {"color": color, "size": 8},
+                "hovertemplate": "max_norm %{x:.6~g}<br>clips <b>%{y:.2%}</b>"
+                + ("<extra>%{fullData.name}</extra>" if len(curves) > 1 else "<extra></extra>"),
+            }
+        )
+    positive = all(threshold > 0 for _, _, curve in curves for threshold, _ in curve)
+    rates = [0.001, 0.01, 0.1, 0.5]
+    layout = {
+        "xaxis": {"type": "log" if positive else "linear", "title": {"text": "max_norm"}},
+        "yaxis": {
+            **{"type": "log", "tickvals": rates, "ticktext": ["0.1%", "1%", "10%", "50%"]},
+            **{"title": {"text": "steps clipped"}, "automargin": True},
+        },
+        "meta": {},
+    }
+    return {"data": data, "layout": layout}
+
+
+def plain_name(name: str) -> str:
+    return clean(name, 120)
