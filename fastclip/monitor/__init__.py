@@ -46,12 +46,15 @@ if TYPE_CHECKING:
     from fastclip.monitor.detectors import Spike as Spike
     from fastclip.monitor.detectors import Sustained as Sustained
     from fastclip.monitor.detectors import default_detectors as default_detectors
+    from fastclip.monitor.layers import LayerTable as LayerTable
     from fastclip.monitor.log import JSONL as JSONL
     from fastclip.monitor.monitor import Monitor as Monitor
     from fastclip.monitor.monitor import Sink as Sink
+    from fastclip.monitor.observed import Watch as Watch
     from fastclip.monitor.records import Event as Event
     from fastclip.monitor.records import LayerRow as LayerRow
     from fastclip.monitor.records import StepRecord as StepRecord
+    from fastclip.monitor.telemetry import Telemetry as Telemetry
 
 __all__ = [
     "JSONL",
@@ -61,6 +64,7 @@ __all__ = [
     "Drift",
     "Event",
     "LayerRow",
+    "LayerTable",
     "LossScaleDrop",
     "Monitor",
     "NonFinite",
@@ -69,6 +73,8 @@ __all__ = [
     "Spike",
     "StepRecord",
     "Sustained",
+    "Telemetry",
+    "Watch",
     "default_detectors",
     "suggest_max_norm",
 ]
@@ -80,6 +86,9 @@ _HOME = {
     **dict.fromkeys(("Event", "LayerRow", "StepRecord"), "records"),
     **dict.fromkeys(("Monitor", "Sink"), "monitor"),
     "JSONL": "log",
+    "LayerTable": "layers",
+    "Telemetry": "telemetry",
+    "Watch": "observed",
 }
 
 if not TYPE_CHECKING:  # a type checker would take __getattr__ to mean that every name exists

@@ -15,6 +15,7 @@ TAIL = 1 << 16  # bytes read at first to find the last record
 _SPECIAL = {"nan": math.nan, "inf": math.inf, "-inf": -math.inf}
 _FLOATS = frozenset(METRICS)
 _KNOWN = frozenset(NAMES)
+_AMENDS = b'{"amends":'
 
 
 class JSONL:
@@ -41,7 +42,19 @@ class JSONL:
 
         The line is the operating system's when this returns: a killed process loses nothing of it.
         """
-        line = encode(record)
+        self._append(encode(record))
+
+    def amend(self, record: StepRecord) -> None:
+        """Add the rows of layers of a record that was written without, as a line of their own."""
+        self._append(encode_amendment(record))
+
+    def close(self) -> None:
+        """Close the file; a `write` after it opens it again."""
+        if self._file is not None:
+            self._closing()
+            self._file = None
+
+    def _append(self, line: bytes) -> None:
         if self._file is None:
             self._file = self._opened()
         if self._torn:
@@ -54,7 +67,7 @@ class JSONL:
     def _opened(self) -> int:
         # O_APPEND: a write is one system call that adds at the end, wherever that then is.
         file = os.open(self.path, os.O_RDWR | os.O_APPEND | os.O_CREAT, 0o666)
-        weakref.finalize(self, os.close, file)
+        self._closing = weakref.finalize(self, os.close, file)
         if os.lseek(file, 0, os.SEEK_END):
             os.lseek(file, -1, os.SEEK_END)
             self._torn = os.read(file, 1) != b"\n"
@@ -67,6 +80,13 @@ class JSONL:
 
         with self.path.open("rb") as file:
             yield from records(file, warn)
+
+    def amendments(self) -> Iterator[StepRecord]:
+        """What was added to records later: records with a step, an attempt and rows of layers."""
+        with self.path.open("rb") as file:
+            for line in file:
+                if line.startswith(_AMENDS) and line.endswith(b"\n"):
+                    yield decode_amendment(line)
 
     def last(self) -> StepRecord | None:
         """The last record; None without a file, or without a record in it."""
@@ -84,7 +104,10 @@ def records(lines: Iterable[bytes], skipped: Callable[[int, str], object]) -> It
         if line.isspace():
             continue
         try:
-            record = decode(line)
+            values = _object(line)
+            if "amends" in values:
+                continue
+            record = _record(values)
         except json.JSONDecodeError as error:
             skipped(number, f"{error.msg} (character {error.pos + 1})")
         except (TypeError, ValueError, RecursionError) as error:
@@ -115,11 +138,31 @@ def _strict(value: Any) -> Any:
     return value
 
 
+def encode_amendment(record: StepRecord) -> bytes:
+    """The line that gives rows of layers to a record before it."""
+    values = {"amends": record.step, "attempt": record.attempt, "layers": _strict(record.layers)}
+    return json.dumps(values, allow_nan=False, separators=(",", ":")).encode() + b"\n"
+
+
 def decode(line: bytes) -> StepRecord:
     """The record of a line. `TypeError` or `ValueError` with the reason if it is none."""
+    return _record(_object(line))
+
+
+def decode_amendment(line: bytes) -> StepRecord:
+    """What a line gives to a record before it; errors as of `decode`."""
+    values = _object(line)
+    return _record({**values, "step": values["amends"]})
+
+
+def _object(line: bytes) -> dict[str, Any]:
     values = json.loads(line.decode())
     if not isinstance(values, dict):
         raise TypeError(f"it is a {type(values).__name__}, not an object")
+    return values
+
+
+def _record(values: Mapping[str, Any]) -> StepRecord:
     fields = {name: value for name, value in values.items() if name in _KNOWN}
     for name, value in fields.items():
         if type(value) is str and name in _FLOATS and value in _SPECIAL:

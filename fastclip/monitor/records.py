@@ -179,22 +179,26 @@ _FIELDS: dict[str, tuple[Callable[[Any], Any], str]] = {
 NAMES = tuple(field.name for field in fields(StepRecord))
 
 
+def checked(name: str, value: Any) -> Any:
+    """A field's value on the host, other than None, as a record has it.
+
+    Raises `TypeError` naming the field if it is of the wrong kind.
+    """
+    convert, what = _FIELDS[name]
+    if convert is _number and type(value) is float:
+        return value
+    try:
+        return convert(value)
+    except (TypeError, ValueError, OverflowError, KeyError, AttributeError) as error:
+        raise TypeError(f"{name} must be {what}, got {value!r:.80}") from error
+
+
 def make_record(values: Mapping[str, Any]) -> StepRecord:
     """The record of values on the host, each checked; None is as good as missing.
 
     Raises `TypeError` naming a field of the wrong kind, or `step` if that is missing.
     """
-    made = {}
-    for name, value in values.items():
-        if value is None:
-            continue
-        convert, what = _FIELDS[name]
-        if convert is not _number or type(value) is not float:
-            try:
-                value = convert(value)
-            except (TypeError, ValueError, OverflowError, KeyError, AttributeError) as error:
-                raise TypeError(f"{name} must be {what}, got {value!r:.80}") from error
-        made[name] = value
+    made = {name: checked(name, value) for name, value in values.items() if value is not None}
     if "step" not in made:
         raise TypeError("a record needs a step")
     return StepRecord(**made)
