@@ -44,7 +44,7 @@ def _target(logs: Sequence[str], output: str | None) -> Path:
 
 def _read(path: str, name: str) -> Run:
     made = Run(name)
-    reader = Log(path, amend=made.amend)
+    reader = Log(path, made.amend)
     for record in reader:
         made.add(record)
     made.finish()

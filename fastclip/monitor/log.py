@@ -98,14 +98,22 @@ class JSONL:
             return _last(file)
 
 
-def records(lines: Iterable[bytes], skipped: Callable[[int, str], object]) -> Iterator[StepRecord]:
-    """The records among `lines`; `skipped` is told the number and the fault of every other one."""
+def records(
+    lines: Iterable[bytes],
+    skipped: Callable[[int, str], object],
+    amended: Callable[[StepRecord], object] | None = None,
+) -> Iterator[StepRecord]:
+    """The records among `lines`; `skipped` is told the number and the fault of every other one,
+    and `amended` is given what was added to records later (see `JSONL.amendments`).
+    """
     for number, line in enumerate(lines, 1):
         if line.isspace():
             continue
         try:
             values = _object(line)
             if "amends" in values:
+                if amended is not None:
+                    amended(_record({**values, "step": values["amends"]}))
                 continue
             record = _record(values)
         except json.JSONDecodeError as error:

@@ -154,7 +154,8 @@ def _line(
         "name": escape(run.name),
         "line": {"color": color, "width": 1.2 if abandoned else 1.6, "dash": dash},
         "opacity": 0.75 if abandoned else 1,
-        "hovertemplate": f"step %{{x:,}}{attempt_text}<br>{_word(name)} <b>%{{y:{form}}}</b>{rolled}"
+        "hovertemplate": f"step %{{x:,}}{attempt_text}<br>"
+        f"{_word(name)} <b>%{{y:{form}}}</b>{rolled}"
         + ("<extra>%{fullData.name}</extra>" if several else "<extra></extra>"),
     }
     if several_attempts:
@@ -197,7 +198,9 @@ def _onsets(runs: Sequence[Run], width: int) -> tuple[list[Figure], list[Figure]
         chosen = sorted(run.shown(LINES), key=lambda one: one[1].onset)
         for order, episode in chosen:
             onset = episode.onset
-            color = f"var(--run{place + 1})" if len(runs) > 1 else f"var(--{episode.incident.level})"
+            color = (
+                f"var(--run{place + 1})" if len(runs) > 1 else f"var(--{episode.incident.level})"
+            )
             shapes.append(
                 {
                     **{"type": "line", "x0": onset, "x1": onset, "y0": 0, "y1": 1},

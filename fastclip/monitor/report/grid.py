@@ -22,8 +22,8 @@ class Column:
 
     first: tuple[int, int]
     last: tuple[int, int]
-    norms: array[float]
-    nonfinite: array[float]
+    norms: "array[float]"
+    nonfinite: "array[float]"
 
 
 class Grid:
@@ -76,7 +76,7 @@ def _share(value: float | None) -> float:
     return math.nan if value is None or not math.isfinite(value) else value
 
 
-def _put(values: array[float], row: int, value: float) -> None:
+def _put(values: "array[float]", row: int, value: float) -> None:
     values.extend([math.nan] * (row + 1 - len(values)))
     values[row] = value
 
@@ -93,7 +93,7 @@ def _merged(columns: Sequence[Column]) -> Column:
     )
 
 
-def _largest(one: array[float], two: array[float]) -> array[float]:
+def _largest(one: "array[float]", two: "array[float]") -> "array[float]":
     """Of each place, where NaN is no value."""
     short, long = sorted((one, two), key=len)
     found = array("d", long)

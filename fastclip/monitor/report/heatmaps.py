@@ -53,7 +53,7 @@ def layers(grid: Grid) -> Layers | None:
     )
 
 
-def _at(values: array[float], row: int) -> float:
+def _at(values: "array[float]", row: int) -> float:
     return values[row] if row < len(values) else math.nan
 
 

@@ -104,7 +104,7 @@ def _witness(witness: Witness, batches: bool) -> str:
         told = "" if witness.batch is None else json.dumps(witness.batch, ensure_ascii=False)
         batch = f"<td>{escape(told, BATCH)}</td>"
     return (
-        f'<tr><td>{event.step}</td><td>{escape(event.kind)}</td><td>{escape(event.metric)}</td>'
+        f"<tr><td>{event.step}</td><td>{escape(event.kind)}</td><td>{escape(event.metric)}</td>"
         f'<td class="n">{number(event.value)}</td><td class="n">{baseline}</td>'
         f"<td>{event.level}</td>{batch}</tr>"
     )

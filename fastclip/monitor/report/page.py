@@ -32,9 +32,7 @@ def plotly_source() -> str:
     try:
         from plotly.offline import get_plotlyjs
     except ModuleNotFoundError as error:
-        raise ImportError(
-            "a report needs plotly: pip install 'torch-fastclip[report]'"
-        ) from error
+        raise ImportError("a report needs plotly: pip install 'torch-fastclip[report]'") from error
     source: str = get_plotlyjs()
     return source
 
@@ -105,9 +103,7 @@ def _charts(made: Page, runs: Sequence[Run]) -> str:
             parts.append("<h2>Activations and parameters</h2>")
             more = True
         identifier = f"chart-{chart.name}"
-        parts.append(
-            block(made, identifier, chart.title, chart.note, figure, summary(chart, runs))
-        )
+        parts.append(block(made, identifier, chart.title, chart.note, figure, summary(chart, runs)))
     widest = max((s.width for run in runs for s in run.series.values()), default=1)
     if widest > 1:
         parts.append(
@@ -138,5 +134,3 @@ def _json(document: Any) -> str:
     """JSON that cannot end the element it stands in."""
     text = json.dumps(document, allow_nan=False, separators=(",", ":"))
     return text.replace("<", "\\u003c").replace(">", "\\u003e").replace("&", "\\u0026")
-
-

@@ -24,9 +24,7 @@ class Page:
     figures: list[dict[str, Any]] = field(default_factory=list)
 
 
-def block(
-    made: Page, identifier: str, title: str, note: str, figure: Figure, summary: str
-) -> str:
+def block(made: Page, identifier: str, title: str, note: str, figure: Figure, summary: str) -> str:
     """A chart under its heading; `summary` (plain text) says in words what it shows."""
     made.figures.append({"id": identifier, **figure})
     pressed = str(figure["layout"]["yaxis"]["type"] == "log").lower()
@@ -113,6 +111,5 @@ def _stroke(color: str, dashes: str, upright: bool = False) -> str:
 
 
 def _svg(width: int, drawn: str) -> str:
-    return (
-        f'<svg width="{width}" height="12" viewBox="0 0 {width} 12" aria-hidden="true">{drawn}</svg>'
-    )
+    box = f'width="{width}" height="12" viewBox="0 0 {width} 12"'
+    return f'<svg {box} aria-hidden="true">{drawn}</svg>'

@@ -4,24 +4,24 @@ import math
 from array import array
 from bisect import bisect_right
 from collections import Counter, deque
-from collections.abc import Iterable
 from dataclasses import dataclass
 
 from fastclip.monitor.bands import CALM
 from fastclip.monitor.monitor import Monitor
-from fastclip.monitor.records import LEVELS, Event, LayerRow, Level, StepRecord
+from fastclip.monitor.records import LEVELS, Event, Level, StepRecord
 from fastclip.monitor.report.evidence import Episode, append, of_one, regrouped
 from fastclip.monitor.report.grid import Grid
 from fastclip.monitor.report.thinning import Thinned
 
 # Fields of a record that are drawn as they are.
-DRAWN = ("loss", "val_loss", "grad_norm", "lr", "loss_scale", "activation_max", "param_norm")
-DRAWN = (*DRAWN, "update_ratio")
+DRAWN = (
+    *("loss", "val_loss", "grad_norm", "lr", "loss_scale"),
+    *("activation_max", "param_norm", "update_ratio"),
+)
 RATED = 100  # records that the clip rate is taken over
 MARKED = 400  # buckets of marked events
 # Where events are marked whose metric has no chart of its own name.
-CHARTS = {"val_loss": "loss", "nonfinite_count": "grad_norm", "clip_coef": "grad_norm"}
-CHARTS = {**CHARTS, "clipped": "clip_rate"}
+CHARTS = {"val_loss": "loss", "nonfinite_count": "grad_norm", "clipped": "clip_rate"}
 
 
 @dataclass
@@ -95,8 +95,9 @@ class Run:
         if events:
             self._note(record, attempt, events)
 
-    def amend(self, step: int, attempt: int, layers: Iterable[LayerRow]) -> None:
-        self.grid.add(step, attempt, layers)
+    def amend(self, amendment: StepRecord) -> None:
+        """Take in the layers that were added to a record later."""
+        self.grid.add(amendment.step, amendment.attempt, amendment.layers or ())
 
     def finish(self) -> None:
         # As many steps as it takes to log the records that end an excursion; `fastclip replay`
@@ -110,7 +111,7 @@ class Run:
         return after < len(self._starts) and self._starts[after][1] <= step
 
     def shown(self, limit: int) -> list[tuple[int, Episode]]:
-        """So many episodes with their numbers, in order: those of the highest level, then the first."""
+        """So many episodes with their numbers, in order: those of higher levels before others."""
         numbered = list(enumerate(self.episodes, 1))
         numbered.sort(key=lambda one: -LEVELS.index(one[1].incident.level))
         return sorted(numbered[:limit], key=lambda one: one[0])
