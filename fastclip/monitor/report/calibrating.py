@@ -18,7 +18,7 @@ def calibration_section(made: Page, runs: Sequence[Run]) -> str:
     curves = [(run.name, f"var(--run{place})", clip_rates(run.norms)) for place, run in with_norms]
     drawn = [curve for curve in curves if len(curve[2]) >= FEWEST]
     words = [_words(run, len(runs) > 1) for _, run in with_norms]
-    parts = ["<section><h2>Calibration</h2>"]
+    parts = ['<section id="calibration-section"><h2>Calibration</h2>']
     if drawn:
         told = " ".join(_points(name, curve, len(drawn) > 1) for name, _, curve in drawn)
         title = "Clip rate against threshold"

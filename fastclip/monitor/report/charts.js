@@ -45,13 +45,23 @@
     gridcolor: grid, zerolinecolor: grid, linecolor: line, tickcolor: line, zeroline: false, showline: true,
   });
 
+  const scaled = (index) => logs[index]
+    ? { type: "log", ...figures[index].layout.meta.log }
+    : { type: "linear", ...Object.fromEntries(Object.keys(figures[index].layout.meta.log).map((key) => [key, null])) };
+
+  // Those with room between them on a narrow screen.
+  const apart = (annotations, range) => {
+    let last = -Infinity;
+    return annotations.filter(({ x }) => (x - last > 0.1 * (range[1] - range[0]) ? ((last = x), true) : false));
+  };
+
   const layoutOf = (index, style) => {
     const own = coloured(figures[index].layout, style, false);
     const color = (name) => style.getPropertyValue(name).trim();
     const lines = axis(color("--grid"), color("--line"));
     const layout = {
-      height: narrow.matches ? 270 : 310, ...own,
-      margin: { l: narrow.matches ? 46 : 68, r: narrow.matches ? 8 : 16, t: 30, b: 48 },
+      height: narrow.matches ? 300 : 330, ...own,
+      margin: { l: narrow.matches ? 46 : 68, r: narrow.matches ? 8 : 16, t: 50, b: 54 },
       font: { family: style.fontFamily, size: 14, color: color("--muted") },
       paper_bgcolor: "rgba(0,0,0,0)", plot_bgcolor: "rgba(0,0,0,0)",
       hoverlabel: {
@@ -65,23 +75,25 @@
       xaxis: { ...lines, ...own.xaxis }, yaxis: { ...lines, ...own.yaxis },
     };
     if (own.meta.heat) {
-      layout.margin.t = 46;
+      layout.margin.t = 70;
       layout.plot_bgcolor = color("--empty");
       if (narrow.matches) {
-        layout.yaxis.ticktext = layout.yaxis.ticktext.map((name) => name.length > 14 ? "…" + name.slice(-13) : name);
+        layout.yaxis.ticktext = own.meta.narrow;
         layout.xaxis.nticks = 4;
       }
     }
     if (own.meta.steps && zoomed) layout.xaxis.range = [...zoomed];
     if (own.meta.steps && narrow.matches) layout.xaxis.nticks = 5;
-    if (own.meta.log) layout.yaxis.type = logs[index] ? "log" : "linear";
+    if (own.meta.log) Object.assign(layout.yaxis, scaled(index));
+    if (narrow.matches && own.annotations) layout.annotations = apart(own.annotations, layout.xaxis.range);
     return layout;
   };
 
   const config = {
     displaylogo: false, responsive: true, doubleClick: false,
-    displayModeBar: coarse.matches ? true : "hover",
-    modeBarButtonsToRemove: ["select2d", "lasso2d", "autoScale2d", ...(coarse.matches ? ["zoom2d", "pan2d", "toImage"] : [])],
+    displayModeBar: "hover", showSendToCloud: false,
+    modeBarButtons: [coarse.matches ? ["zoomIn2d", "zoomOut2d", "resetScale2d"]
+      : ["toImage", "zoom2d", "pan2d", "zoomIn2d", "zoomOut2d", "resetScale2d"]],
   };
 
   const draw = async (index) => {
@@ -119,7 +131,8 @@
       button.addEventListener("click", async () => {
         logs[index] = !logs[index];
         button.setAttribute("aria-pressed", logs[index]);
-        await Plotly.relayout(div, { "yaxis.type": logs[index] ? "log" : "linear", "yaxis.autorange": true });
+        const axis = Object.entries(scaled(index)).map(([key, value]) => [`yaxis.${key}`, value]);
+        await Plotly.relayout(div, { ...Object.fromEntries(axis), "yaxis.autorange": true });
       });
     }
   };

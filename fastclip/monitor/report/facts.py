@@ -51,7 +51,7 @@ def facts(runs: Sequence[Run]) -> str:
 
 def _facts(run: Run) -> list[tuple[str, tuple[str, str]]]:
     """Labels with a value and a note, all of them HTML."""
-    found = [("Records", (f"{run.records:,}", f"records, steps {run.first} to {run.last}"))]
+    found = [("Records", (f"{run.records:,}", f"steps {run.first} to {run.last}"))]
     if len(run.attempts) > 1:
         found.append(("Attempts", (f"{len(run.attempts):,}", "the run went back to earlier steps")))
     for name, label in (("loss", "Worst loss"), ("grad_norm", "Largest gradient norm")):

@@ -13,9 +13,10 @@ from fastclip.monitor.report.thinning import Point, Thinned
 Figure = dict[str, Any]
 
 SYMBOLS = {"info": "circle", "warn": "triangle-up", "critical": "diamond"}
-TOP = 0.95  # where in a chart stands what has no place on its axis
+TOP, BELOW = 0.95, 0.87  # where in a chart stands what has no place on its axis: values, events
 LINES = 60  # onsets that are drawn
 SPARSE = 60  # points of validation losses up to which each is marked
+CROWD = 40  # marks from which on they are small
 APART = 0.035  # of the width between numbers of onsets
 
 
@@ -41,7 +42,12 @@ CHARTS = (
     Chart("param_norm", "Parameter norm", ("param_norm",), note="after the update", more=True),
     Chart("update_ratio", "Update ratio", ("update_ratio",), True, "update over parameter", True),
 )
-WORDS = {"val_loss": "validation loss", "grad_norm": "norm", "lr": "learning rate"}
+WORDS = {
+    **{"val_loss": "validation loss", "grad_norm": "norm", "lr": "learning rate"},
+    **{"activation_max": "largest activation", "param_norm": "parameter norm"},
+}
+# Ticks of a decade or more at 1, 2 and 5, each with its whole number.
+LOG_TICKS = {"nticks": 3, "tickformat": ".3~g"}
 SPREAD = 30  # from this ratio of the largest to the median value on, a loss is drawn in log
 
 
@@ -66,7 +72,7 @@ def _figure(chart: Chart, runs: Sequence[Run]) -> Figure:
     elif chart.name == "loss_scale" and log:
         yaxis |= _powers_of_two(min(values), max(values))
     elif log:
-        yaxis |= {"dtick": 1 if max(values) / min(values) > 20 else "D1", "exponentformat": "power"}
+        yaxis |= LOG_TICKS
     else:
         yaxis |= {"exponentformat": "power"}
     low, high = min(run.first for run in runs), max(run.last for run in runs)
@@ -79,7 +85,12 @@ def _figure(chart: Chart, runs: Sequence[Run]) -> Figure:
         "shapes": shapes,
         "annotations": annotations,
         # What the page offers a switch for.
-        "meta": {"steps": True, "log": positive and chart.name not in ("clip_rate", "loss_scale")},
+        "meta": {
+            "steps": True,
+            "log": LOG_TICKS
+            if positive and chart.name not in ("clip_rate", "loss_scale")
+            else None,
+        },
     }
     return {"data": data, "layout": layout}
 
@@ -119,7 +130,7 @@ def _traces(chart: Chart, place: int, runs: Sequence[Run]) -> list[Figure]:
             if key in marks:
                 found.append(_marks(run, marks[key], level, SYMBOLS[level], level))
                 if top:
-                    found[-1] |= {"y": [TOP for _ in found[-1]["x"]], "yaxis": "y2"}
+                    found[-1] |= {"y": [BELOW for _ in found[-1]["x"]], "yaxis": "y2"}
     for name in chart.series:
         if name in run.lost:
             found.append(_marks(run, run.lost[name], _word(name), "x-thin-open", "fg"))
@@ -161,13 +172,13 @@ def _line(
     if several_attempts:
         trace["customdata"] = attempts
     if validation and len(x) <= SPARSE:
-        trace |= {"mode": "lines+markers", "marker": {"color": color, "size": 6}}
+        trace |= {"mode": "lines+markers", "marker": {"color": color, "size": 5}}
     return trace
 
 
 def _marks(run: Run, marks: Thinned, what: str, symbol: str, color: str) -> Figure:
     points = marks.points()
-    size = {"line-ns-open": 8, "x-thin-open": 9}.get(symbol, 11)
+    size = {"line-ns-open": 8, "x-thin-open": 9}.get(symbol, 11 if len(points) < CROWD else 7)
     outline = "var(--card)" if symbol in SYMBOLS.values() else f"var(--{color})"
     width = 1 if symbol in SYMBOLS.values() else 2
     texts = [

@@ -3,7 +3,7 @@
 import math
 import statistics
 from array import array
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 from fastclip.monitor.report.figures import Figure
@@ -11,8 +11,9 @@ from fastclip.monitor.report.grid import Column, Grid
 from fastclip.monitor.report.text import clean, escape
 
 ROWS = 60  # layers that are shown
-LABEL = 26  # characters of a layer's name beside its row
-ROW_HEIGHT, AROUND = 20, 120  # pixels
+LABEL = 40  # characters of a layer's name beside its row
+NARROW = 16  # the same on a narrow screen
+ROW_HEIGHT, AROUND = 18, 140  # pixels
 FIRST_TICKS = -8  # decades: a share of non-finite elements below it takes the lightest colour
 
 
@@ -35,21 +36,22 @@ def layers(grid: Grid) -> Layers | None:
     names = list(grid.rows)
     norms = [[_at(column.norms, row) for column in columns] for row in range(len(names))]
     shares = [[_at(column.nonfinite, row) for column in columns] for row in range(len(names))]
-    chosen = _chosen(norms, shares)
     labels = _labels(columns)
-    found = [[values[row] for row in chosen] for values in (norms, shares)]
-    rows = [escape(names[row], 120) for row in chosen]
-    has_norms = any(not math.isnan(value) for row in found[0] for value in row)
-    faulty = tuple(
-        name for name, row in zip(names, shares, strict=True) if any(value > 0 for value in row)
-    )
+    with_norms = [row for row, values in enumerate(norms) if any(value >= 0 for value in values)]
+    faulty = [row for row, values in enumerate(shares) if any(value > 0 for value in values)]
+    chosen = _chosen(with_norms, lambda row: (*_fault(norms[row], shares[row]), _rise(norms[row])))
+    lost = _chosen(faulty, lambda row: _fault(norms[row], shares[row]))
     return Layers(
-        _norms(rows, labels, found[0]) if has_norms else None,
-        _nonfinite(rows, labels, found[1]) if faulty else None,
+        _norms([names[row] for row in chosen], labels, [norms[row] for row in chosen])
+        if chosen
+        else None,
+        _nonfinite([names[row] for row in lost], labels, [shares[row] for row in lost])
+        if lost
+        else None,
         len(chosen),
         len(names) + len(grid.left_out),
         any(column.first != column.last for column in columns),
-        faulty,
+        tuple(names[row] for row in faulty),
     )
 
 
@@ -57,18 +59,19 @@ def _at(values: "array[float]", row: int) -> float:
     return values[row] if row < len(values) else math.nan
 
 
-def _chosen(norms: Sequence[Sequence[float]], shares: Sequence[Sequence[float]]) -> list[int]:
-    """The places of the layers that are shown, in the order of the model."""
+def _chosen(rows: Sequence[int], badness: Callable[[int], Any]) -> list[int]:
+    """The worst that fit, in the order of the model."""
+    return sorted(sorted(rows, key=badness, reverse=True)[:ROWS])
 
-    def badness(row: int) -> tuple[float, float]:
-        worst = max((share for share in shares[row] if share > 0), default=0.0)
-        lost = sum(norm == math.inf for norm in norms[row])
-        finite = [norm for norm in norms[row] if norm > 0 and norm != math.inf]
-        rise = max(finite) / statistics.median(finite) if finite else 0.0
-        return worst + lost, rise
 
-    places = sorted(range(len(norms)), key=badness, reverse=True)
-    return sorted(places[:ROWS])
+def _fault(norms: Sequence[float], shares: Sequence[float]) -> tuple[int, float]:
+    """How often a layer's norm was not finite, and the worst share of its elements."""
+    return sum(norm == math.inf for norm in norms), max((s for s in shares if s > 0), default=0.0)
+
+
+def _rise(norms: Sequence[float]) -> float:
+    finite = [norm for norm in norms if 0 < norm < math.inf]
+    return max(finite) / statistics.median(finite) if finite else 0.0
 
 
 def _labels(columns: Sequence[Column]) -> list[str]:
@@ -81,8 +84,11 @@ def _labels(columns: Sequence[Column]) -> list[str]:
     return labels
 
 
-def _heat(rows: list[str], labels: list[str]) -> tuple[Figure, Figure]:
-    """A trace without values, and a layout."""
+def _heat(names: Sequence[str], labels: list[str]) -> tuple[Figure, Figure]:
+    """A trace without values, and a layout. The rows are in `trace["y"]`."""
+    rows = [escape(name, 120) for name in names]
+    if len(set(rows)) < len(rows):  # where they were cut
+        rows = [f"{place}: {row}" for place, row in enumerate(rows)]
     trace = {
         **{"type": "heatmap", "x": labels, "y": rows, "xgap": 0, "ygap": 1},
         "hoverongaps": False,
@@ -93,31 +99,45 @@ def _heat(rows: list[str], labels: list[str]) -> tuple[Figure, Figure]:
     }
     layout = {
         "height": AROUND + ROW_HEIGHT * max(3, len(rows)),
-        "xaxis": {"type": "category", "title": {"text": "step"}, "nticks": 8, "showgrid": False},
+        "xaxis": {
+            **{"type": "category", "title": {"text": "step"}, "nticks": 8, "showgrid": False},
+            "tickangle": 0,
+        },
         "yaxis": {
             **{"type": "category", "autorange": "reversed", "showgrid": False, "automargin": True},
-            **{"tickmode": "array", "tickvals": rows, "ticktext": [_short(row) for row in rows]},
+            **{"tickmode": "array", "tickvals": rows},
+            "ticktext": [escape(short(name, LABEL)) for name in names],
         },
         "hovermode": "closest",
-        "meta": {"heat": True},
+        "meta": {"heat": True, "narrow": [escape(short(name, NARROW)) for name in names]},
     }
     return trace, layout
 
 
-def _short(row: str) -> str:
-    """The end of a name, where layers differ; `row` is HTML."""
-    import html
+def short(name: str, length: int) -> str:
+    """A layer's name cut to `length`: first its modules to their initials, then its beginning.
 
-    name = html.unescape(row)
-    return escape(name if len(name) <= LABEL else f"…{name[1 - LABEL :]}")
+    >>> short("model.layers.10.self_attn.q_proj.weight", 20)
+    'm.l.10.sa.q_proj'
+    """
+    parts = clean(name).split(".")
+    if len(parts) > 1 and parts[-1] == "weight" and len(name) > length:
+        del parts[-1]
+    for place, part in enumerate(parts[:-1]):
+        if len(".".join(parts)) <= length:
+            break
+        if not part.isdigit():
+            parts[place] = "".join(word[0] for word in part.split("_") if word)
+    cut = ".".join(parts)
+    return cut if len(cut) <= length else f"…{cut[1 - length :]}"
 
 
 def _log10(value: float) -> float | None:
     return round(math.log10(value), 3) if 0 < value < math.inf else None
 
 
-def _norms(rows: list[str], labels: list[str], values: list[list[float]]) -> Figure:
-    trace, layout = _heat(rows, labels)
+def _norms(names: list[str], labels: list[str], values: list[list[float]]) -> Figure:
+    trace, layout = _heat(names, labels)
     logs = [[_log10(value) for value in row] for row in values]
     known = [value for row in logs for value in row if value is not None]
     trace |= {
@@ -130,7 +150,7 @@ def _norms(rows: list[str], labels: list[str], values: list[list[float]]) -> Fig
         trace["zmin"], trace["zmax"] = _range(known)
         trace["colorbar"] |= _decades(trace["zmin"], trace["zmax"])
     lost = [
-        (labels[x], rows[y])
+        (labels[x], trace["y"][y])
         for y, row in enumerate(values)
         for x, value in enumerate(row)
         if value == math.inf
@@ -148,8 +168,8 @@ def _norms(rows: list[str], labels: list[str], values: list[list[float]]) -> Fig
     return {"data": data, "layout": layout}
 
 
-def _nonfinite(rows: list[str], labels: list[str], values: list[list[float]]) -> Figure:
-    trace, layout = _heat(rows, labels)
+def _nonfinite(names: list[str], labels: list[str], values: list[list[float]]) -> Figure:
+    trace, layout = _heat(names, labels)
     trace |= {
         "z": [[_log10(value) for value in row] for row in values],
         "zmin": FIRST_TICKS,
@@ -209,7 +229,3 @@ def calibration(curves: Sequence[tuple[str, str, Sequence[tuple[float, float]]]]
         "meta": {},
     }
     return {"data": data, "layout": layout}
-
-
-def plain_name(name: str) -> str:
-    return clean(name, 120)

@@ -14,10 +14,10 @@ BATCH = 80  # characters of a batch's description
 
 HEAD = """\
 <thead role="rowgroup"><tr role="row">
-<th scope="col" role="columnheader">No.</th>
-<th scope="col" role="columnheader">Level</th>
-<th scope="col" role="columnheader">Steps</th>
-<th scope="col" role="columnheader">Onset</th>
+<th scope="col" role="columnheader" class="no">No.</th>
+<th scope="col" role="columnheader" class="lv">Level</th>
+<th scope="col" role="columnheader" class="st">Steps</th>
+<th scope="col" role="columnheader" class="on">Onset</th>
 <th scope="col" role="columnheader">What happened</th>
 </tr></thead>"""
 
@@ -25,7 +25,7 @@ HEAD = """\
 def incidents_section(runs: Sequence[Run]) -> str:
     if not any(run.episodes for run in runs):
         return ""
-    parts = ["<section><h2>Incidents</h2>"]
+    parts = ['<section id="incidents"><h2>Incidents</h2>']
     for place, run in enumerate(runs, 1):
         if not run.episodes:
             continue
@@ -49,7 +49,8 @@ def _table(run: Run, letter: str) -> str:
     )
     return (
         f'<div class="card"><table class="incidents" role="table" '
-        f'aria-label="Incidents of {escape(run.name)}">{HEAD}\n{rows}\n</table>{more}</div>'
+        f'aria-label="Incidents of {escape(run.name)}">{HEAD}\n'
+        f'<tbody role="rowgroup">{rows}</tbody></table>{more}</div>'
     )
 
 
@@ -60,19 +61,19 @@ def _incident(name: str, episode: Episode, several: bool, opened: str) -> str:
         steps += f"<small>attempt {episode.attempt}</small>"
     kinds = escape(", ".join(it.kinds))
     return (
-        f'<tbody role="rowgroup" class="incident"><tr class="one" role="row">'
+        f'<tr class="incident" role="row">'
         f'<th scope="row" role="rowheader">{name}</th>'
         f'<td role="cell"><span class="level {it.level}">{sign(it.level)}{it.level}</span></td>'
         f'<td role="cell" class="steps">{_word("step", it.first != it.last)}{steps}</td>'
-        f'<td role="cell" class="steps">onset {episode.onset} '
+        f'<td role="cell" class="steps"><span class="word">onset </span>{episode.onset} '
         f"<small>{escape(it.onset_metric)}</small></td>"
-        f'<td role="cell" class="what">{escape(it.message)}<small>{kinds}</small></td></tr>'
-        f'<tr role="row"><td role="cell" colspan="5">{_evidence(episode, opened)}</td></tr></tbody>'
+        f'<td role="cell" class="what">{escape(it.message)}<small>{kinds}</small>'
+        f"{_evidence(episode, opened)}</td></tr>"
     )
 
 
 def _word(word: str, several: bool) -> str:
-    return f"{word}s " if several else f"{word} "
+    return f'<span class="word">{word}{"s" if several else ""} </span>'
 
 
 def _evidence(episode: Episode, opened: str) -> str:

@@ -24,7 +24,7 @@ def layers_section(made: Page, runs: Sequence[Run]) -> str:
             parts.append(block(made, identifier, f"{title}{whose}", "", figure, f"{extra} {told}"))
     if not parts:
         return ""
-    return "\n".join(["<section><h2>Layers</h2>", *parts, "</section>"])
+    return "\n".join(['<section id="layers"><h2>Layers</h2>', *parts, "</section>"])
 
 
 def _maps(found: Layers) -> list[tuple[Figure, str, str, str]]:

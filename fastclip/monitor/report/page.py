@@ -18,6 +18,10 @@ from fastclip.monitor.report.parts import Page, block, key, summary
 from fastclip.monitor.report.run import Run
 from fastclip.monitor.report.text import count, escape
 
+SECTIONS = {
+    **{"incidents": "Incidents", "steps": "Over steps", "layers": "Layers"},
+    **{"calibration-section": "Calibration"},
+}
 NO_SCRIPT = (
     "<noscript><p class='verdict info'>The charts need JavaScript; the tables have what they show."
     "</p></noscript>"
@@ -64,7 +68,7 @@ def page(runs: Sequence[Run], plotly: str) -> str:
             "</head>",
             "<body>",
             "<main>",
-            _header(runs),
+            _header(runs, sections),
             NO_SCRIPT,
             '<p id="status" class="verdict info" role="status" hidden></p>',
             *filter(None, sections),
@@ -81,7 +85,7 @@ def page(runs: Sequence[Run], plotly: str) -> str:
     )
 
 
-def _header(runs: Sequence[Run]) -> str:
+def _header(runs: Sequence[Run], sections: Sequence[str]) -> str:
     if len(runs) == 1:
         title = escape(runs[0].name)
     else:
@@ -89,14 +93,22 @@ def _header(runs: Sequence[Run]) -> str:
             f'<span class="dot run{place}"></span>{escape(run.name)}'
             for place, run in enumerate(runs, 1)
         )
-    return f'<header><p class="brand">fastclip report</p><h1>{title}</h1></header>'
+    links = "".join(
+        f'<a href="#{name}">{label}</a>'
+        for name, label in SECTIONS.items()
+        if any(f'<section id="{name}"' in section for section in sections)
+    )
+    return (
+        f'<header><p class="brand">fastclip report</p><h1>{title}</h1>'
+        f'<nav aria-label="Sections">{links}</nav></header>'
+    )
 
 
 def _charts(made: Page, runs: Sequence[Run]) -> str:
     drawn = charts(runs)
     if not drawn:
         return ""
-    parts = ["<section><h2>Over steps</h2>", key(runs)]
+    parts = ['<section id="steps"><h2>Over steps</h2>', key(runs)]
     more = False
     for chart, figure in drawn:
         if chart.more and not more:
@@ -105,7 +117,7 @@ def _charts(made: Page, runs: Sequence[Run]) -> str:
         identifier = f"chart-{chart.name}"
         parts.append(block(made, identifier, chart.title, chart.note, figure, summary(chart, runs)))
     widest = max((s.width for run in runs for s in run.series.values()), default=1)
-    if widest > 1:
+    if widest > 2:  # of two, both are drawn
         parts.append(
             f'<p class="quiet">Long series are thinned: of up to {count(widest, "value")} in a row '
             "the smallest and the largest are drawn, so no spike is lost.</p>"

@@ -7,7 +7,7 @@ from typing import Any
 from fastclip.monitor.records import LEVELS, Level
 from fastclip.monitor.report.figures import WORDS, Chart, Figure
 from fastclip.monitor.report.run import Run
-from fastclip.monitor.report.text import escape, number
+from fastclip.monitor.report.text import count, escape, number
 
 # As plotly draws them, in a box of 12 by 12.
 SIGNS = {
@@ -62,7 +62,7 @@ def summary(chart: Chart, runs: Sequence[Run]) -> str:
                 )
                 told.append(f"{whose}{span}.")
             if name in run.lost:
-                told.append(f"{whose}{what} not finite in {run.lost[name].count:,} records.")
+                told.append(f"{whose}{what} not finite in {count(run.lost[name].count, 'record')}.")
     return " ".join(told)
 
 
