@@ -55,6 +55,8 @@
     return annotations.filter(({ x }) => (x - last > 0.1 * (range[1] - range[0]) ? ((last = x), true) : false));
   };
 
+  const titled = ({ title }) => ({ standoff: 6, ...title, font: { size: 14 } });
+
   const layoutOf = (index, style) => {
     const own = coloured(figures[index].layout, style, false);
     const color = (name) => style.getPropertyValue(name).trim();
@@ -72,7 +74,8 @@
       dragmode: coarse.matches ? false : "zoom", modebar: {
         bgcolor: "rgba(0,0,0,0)", color: color("--muted"), activecolor: color("--fg"),
       },
-      xaxis: { ...lines, ...own.xaxis }, yaxis: { ...lines, ...own.yaxis },
+      xaxis: { ...lines, ...own.xaxis, title: titled(own.xaxis) },
+      yaxis: { ...lines, ...own.yaxis, title: titled(own.yaxis) },
     };
     if (own.meta.heat) {
       layout.margin.t = 70;

@@ -6,6 +6,9 @@ from fastclip.monitor.records import LEVELS
 from fastclip.monitor.report.run import Extreme, Run
 from fastclip.monitor.report.text import clean, count, escape, number, share
 
+# Facts that are left out where they are so in every run.
+TRIVIAL = {"Attempts": ("1", ""), "Steps skipped": ("0", ""), "Lines skipped": ("0", "")}
+
 
 def verdict(runs: Sequence[Run]) -> str:
     return "\n".join(_verdict(run, len(runs) > 1) for run in runs)
@@ -36,9 +39,10 @@ def facts(runs: Sequence[Run]) -> str:
     """A list of facts; of two runs, both values under each."""
     columns = [dict(_facts(run)) for run in runs]
     labels = list(dict.fromkeys(label for column in columns for label in column))
-    # As in the run that has most of them.
     items = []
     for label in labels:
+        if all(column.get(label, TRIVIAL.get(label)) == TRIVIAL.get(label) for column in columns):
+            continue
         values = []
         for place, column in enumerate(columns, 1):
             value, note = column.get(label, ("\N{EN DASH}", ""))
@@ -52,8 +56,7 @@ def facts(runs: Sequence[Run]) -> str:
 def _facts(run: Run) -> list[tuple[str, tuple[str, str]]]:
     """Labels with a value and a note, all of them HTML."""
     found = [("Records", (f"{run.records:,}", f"steps {run.first} to {run.last}"))]
-    if len(run.attempts) > 1:
-        found.append(("Attempts", (f"{len(run.attempts):,}", "the run went back to earlier steps")))
+    found.append(("Attempts", (f"{len(run.attempts):,}", _went_back(len(run.attempts) - 1))))
     for name, label in (("loss", "Worst loss"), ("grad_norm", "Largest gradient norm")):
         if name in run.series or name in run.lost:
             found.append((label, _extreme(run.worst[name])))
@@ -62,14 +65,18 @@ def _facts(run: Run) -> list[tuple[str, tuple[str, str]]]:
     if run.clipped_known:
         rate = share(run.clipped, run.clipped_known)
         found.append(("Steps clipped", (rate, f"of {count(run.clipped_known, 'step')}")))
-    if run.skipped:
-        found.append(("Steps skipped", (f"{run.skipped:,}", share(run.skipped, run.records))))
+    skipped = share(run.skipped, run.records) if run.skipped else ""
+    found.append(("Steps skipped", (f"{run.skipped:,}", skipped)))
     levels = [f"{run.levels[level]:,} {level}" for level in LEVELS[::-1] if run.levels[level]]
     incidents = f"in {count(len(run.episodes), 'incident')}" if run.episodes else ""
     found.append(("Events", (", ".join(levels) or "none", incidents)))
-    if run.skipped_lines:
-        found.append(("Lines skipped", (f"{run.skipped_lines:,}", "they are no records")))
+    unread = "no records" if run.skipped_lines else ""
+    found.append(("Lines skipped", (f"{run.skipped_lines:,}", unread)))
     return found
+
+
+def _went_back(times: int) -> str:
+    return f"went back to earlier steps {count(times, 'time')}" if times else ""
 
 
 def _extreme(extreme: Extreme) -> tuple[str, str]:

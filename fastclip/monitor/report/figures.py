@@ -3,6 +3,7 @@
 import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Any
 
 from fastclip.monitor.records import LEVELS
@@ -16,7 +17,7 @@ SYMBOLS = {"info": "circle", "warn": "triangle-up", "critical": "diamond"}
 TOP, BELOW = 0.95, 0.87  # where in a chart stands what has no place on its axis: values, events
 LINES = 60  # onsets that are drawn
 SPARSE = 60  # points of validation losses up to which each is marked
-CROWD = 40  # marks from which on they are small
+CLOSE = 0.015  # of the width: a mark so soon after another one is small
 APART = 0.035  # of the width between numbers of onsets
 
 
@@ -178,7 +179,10 @@ def _line(
 
 def _marks(run: Run, marks: Thinned, what: str, symbol: str, color: str) -> Figure:
     points = marks.points()
-    size = {"line-ns-open": 8, "x-thin-open": 9}.get(symbol, 11 if len(points) < CROWD else 7)
+    near = CLOSE * (run.last - run.first)
+    steps = [-math.inf, *(point.step for point in points)]
+    first = [not 0 <= step - before <= near for before, step in pairwise(steps)]
+    size = {"line-ns-open": 8, "x-thin-open": 9}.get(symbol)
     outline = "var(--card)" if symbol in SYMBOLS.values() else f"var(--{color})"
     width = 1 if symbol in SYMBOLS.values() else 2
     texts = [
@@ -193,7 +197,8 @@ def _marks(run: Run, marks: Thinned, what: str, symbol: str, color: str) -> Figu
         "x": [point.step for point in points],
         "y": [_rounded(point.value) for point in points],
         "marker": {
-            **{"symbol": symbol, "size": size, "color": f"var(--{color})"},
+            **{"symbol": symbol, "color": f"var(--{color})"},
+            "size": size or [11 if alone else 6 for alone in first],
             "line": {"width": width, "color": outline},
         },
         "text": texts,

@@ -101,10 +101,11 @@ def _heat(names: Sequence[str], labels: list[str]) -> tuple[Figure, Figure]:
         "height": AROUND + ROW_HEIGHT * max(3, len(rows)),
         "xaxis": {
             **{"type": "category", "title": {"text": "step"}, "nticks": 8, "showgrid": False},
-            "tickangle": 0,
+            **{"tickangle": 0, "range": [-0.5, len(labels) - 0.5]},
         },
         "yaxis": {
-            **{"type": "category", "autorange": "reversed", "showgrid": False, "automargin": True},
+            **{"type": "category", "showgrid": False, "automargin": True},
+            "range": [len(rows) - 0.5, -0.5],
             **{"tickmode": "array", "tickvals": rows},
             "ticktext": [escape(short(name, LABEL)) for name in names],
         },

@@ -45,8 +45,9 @@ def block(made: Page, identifier: str, title: str, note: str, figure: Figure, su
 def summary(chart: Chart, runs: Sequence[Run]) -> str:
     """Range and last value of each series, and what is not finite."""
     told = []
+    several = len(runs) > 1
     for run in runs:
-        whose = f"{run.name}: " if len(runs) > 1 else ""
+        whose = f"{run.name}: " if several else ""
         for name in chart.series:
             what = WORDS.get(name, name.replace("_", " "))
             if name in run.series:
@@ -63,7 +64,7 @@ def summary(chart: Chart, runs: Sequence[Run]) -> str:
                 told.append(f"{whose}{span}.")
             if name in run.lost:
                 told.append(f"{whose}{what} not finite in {count(run.lost[name].count, 'record')}.")
-    return " ".join(told)
+    return " ".join(told if several else [f"{text[0].upper()}{text[1:]}" for text in told])
 
 
 def _percent(value: float) -> str:
