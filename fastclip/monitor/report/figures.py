@@ -62,7 +62,8 @@ def _present(chart: Chart, runs: Sequence[Run]) -> bool:
 
 
 def _figure(chart: Chart, runs: Sequence[Run]) -> Figure:
-    data = [trace for place, run in enumerate(runs) for trace in _traces(chart, place, runs)]
+    places = reversed(range(len(runs)))  # the first run on top
+    data = [trace for place in places for trace in _traces(chart, place, runs)]
     values = [y for trace in data if trace["mode"] == "lines" for y in trace["y"] if y is not None]
     values = values or [y for trace in data if trace["yaxis"] == "y" for y in trace["y"] if y]
     positive = bool(values) and min(values) > 0
@@ -199,6 +200,7 @@ def _marks(run: Run, marks: Thinned, what: str, symbol: str, color: str) -> Figu
         "marker": {
             **{"symbol": symbol, "color": f"var(--{color})"},
             "size": size or [11 if alone else 6 for alone in first],
+            "opacity": 1,
             "line": {"width": width, "color": outline},
         },
         "text": texts,
