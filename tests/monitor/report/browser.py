@@ -54,6 +54,7 @@ class Browser:
             "Emulation.setDeviceMetricsOverride",
             **{"width": width, "height": height, "deviceScaleFactor": 1, "mobile": phone},
         )
+        self.command("Emulation.setTouchEmulationEnabled", enabled=phone)
 
     def scheme(self, name: str) -> None:
         feature = {"name": "prefers-color-scheme", "value": name}

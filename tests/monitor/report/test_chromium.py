@@ -172,9 +172,9 @@ def test_dark_mode_is_followed_at_once_and_keeps_the_zoom(one: Browser) -> None:
 
 
 SMALL = """
-return [...document.querySelectorAll('main *')].filter(element => {
+return [...document.querySelectorAll('main *:not(path, tspan)')].filter(element => {
   const own = [...element.childNodes].some(node => node.nodeType === 3 && node.data.trim());
-  return own && element.tagName !== 'tspan' && element.getClientRects().length
+  return own && element.getClientRects().length
     && parseFloat(getComputedStyle(element).fontSize) < 14;
 }).map(element => element.outerHTML.slice(0, 100));
 """
@@ -193,6 +193,8 @@ def test_a_narrow_screen_is_not_left(
     wide, room = opened.evaluate(f"return [{root}.scrollWidth, {root}.clientWidth]")
     assert wide <= room == width
     assert opened.evaluate(SMALL) == []
+    # A swipe over a chart scrolls the page.
+    assert opened.evaluate("return document.getElementById('chart-loss').layout.dragmode") is False
     plot = opened.evaluate(
         "return document.querySelector('#chart-loss .nsewdrag').getBoundingClientRect()"
     )
@@ -202,10 +204,9 @@ def test_a_narrow_screen_is_not_left(
 
 def test_two_runs_are_overlaid(opened: Browser, pages: dict[str, str]) -> None:
     opened.open(pages["two"])
-    colors = opened.evaluate(
-        "return [...new Set([...document.querySelectorAll('#chart-loss .js-line')].map(e => e.style.stroke))]"
-    )
-    assert len(colors) == 2
+    lines = "[...document.querySelectorAll('#chart-loss .js-line')]"
+    colors = opened.evaluate(f"return {lines}.map(line => line.style.stroke)")
+    assert len(set(colors)) == 2
     assert opened.evaluate("return document.querySelectorAll('table.incidents').length") == 1
     assert [text for text in texts(opened, "h3") if "baseline" in text]
 
