@@ -82,7 +82,7 @@
       layout.plot_bgcolor = color("--empty");
       if (narrow.matches) {
         layout.yaxis.ticktext = own.meta.narrow;
-        layout.xaxis.nticks = 4;
+        layout.xaxis.nticks = 3;
       }
     }
     if (own.meta.steps && zoomed) layout.xaxis.range = [...zoomed];

@@ -8,7 +8,7 @@ from typing import Any
 
 from fastclip.monitor.records import LEVELS
 from fastclip.monitor.report.run import RATED, Run
-from fastclip.monitor.report.text import escape
+from fastclip.monitor.report.text import escape, number
 from fastclip.monitor.report.thinning import Point, Thinned
 
 Figure = dict[str, Any]
@@ -130,7 +130,8 @@ def _traces(chart: Chart, place: int, runs: Sequence[Run]) -> list[Figure]:
         key = (chart.name, level)
         for marks, top in ((run.marks, False), (run.topped, True)):
             if key in marks:
-                found.append(_marks(run, marks[key], level, SYMBOLS[level], level))
+                valued = "" if top else chart.name
+                found.append(_marks(run, marks[key], level, SYMBOLS[level], level, valued))
                 if top:
                     found[-1] |= {"y": [BELOW for _ in found[-1]["x"]], "yaxis": "y2"}
     for name in chart.series:
@@ -178,7 +179,10 @@ def _line(
     return trace
 
 
-def _marks(run: Run, marks: Thinned, what: str, symbol: str, color: str) -> Figure:
+def _marks(
+    run: Run, marks: Thinned, what: str, symbol: str, color: str, valued: str = ""
+) -> Figure:
+    """Marks with their labels, which have the values too where these are of the metric `valued`."""
     points = marks.points()
     near = CLOSE * (run.last - run.first)
     steps = [-math.inf, *(point.step for point in points)]
@@ -191,6 +195,7 @@ def _marks(run: Run, marks: Thinned, what: str, symbol: str, color: str) -> Figu
         + (f", attempt {point.attempt}" if len(run.attempts) > 1 else "")
         + f"<br>{what}"
         + (f": {escape(point.note)}" if point.note else "")
+        + (f"<br>{_word(valued)} <b>{number(point.value)}</b>" if valued else "")
         for point in points
     ]
     return {

@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 
 from fastclip.monitor.report.figures import Figure
-from fastclip.monitor.report.heatmaps import Layers, layers
+from fastclip.monitor.report.heatmaps import ROWS, Layers, layers
 from fastclip.monitor.report.parts import Page, block
 from fastclip.monitor.report.run import Run
 from fastclip.monitor.report.text import clean, count
@@ -18,16 +18,16 @@ def layers_section(made: Page, runs: Sequence[Run]) -> str:
         if found is None:
             continue
         whose = f" of {run.name}" if len(runs) > 1 else ""
-        told = _told(found)
-        for figure, name, title, extra in _maps(found):
+        for figure, name, title, told in _maps(found):
             identifier = f"layers-{name}-{place}"
-            parts.append(block(made, identifier, f"{title}{whose}", "", figure, f"{extra} {told}"))
+            parts.append(block(made, identifier, f"{title}{whose}", "", figure, told))
     if not parts:
         return ""
     return "\n".join(['<section id="layers"><h2>Layers</h2>', *parts, "</section>"])
 
 
 def _maps(found: Layers) -> list[tuple[Figure, str, str, str]]:
+    """Figures with a name for the page, a title and what they show."""
     faults = "No layer had gradient elements that are not finite."
     if found.faulty:
         named = ", ".join(clean(name, 60) for name in found.faulty[:NAMED])
@@ -36,9 +36,12 @@ def _maps(found: Layers) -> list[tuple[Figure, str, str, str]]:
         faults = f"Not finite in {count(len(found.faulty), 'layer')}: {named}."
     maps = []
     if found.norms:
-        maps.append((found.norms, "norms", "Gradient norms before clipping", faults))
+        text = f"{faults} {_told(found)}"
+        maps.append((found.norms, "norms", "Gradient norms before clipping", text))
     if found.nonfinite:
         text = "Share of a layer's gradient elements that are NaN or infinite; empty where none is."
+        if len(found.faulty) > ROWS:
+            faults += f" The worst {ROWS} are shown."
         maps.append((found.nonfinite, "nonfinite", "Non-finite gradients", f"{text} {faults}"))
     return maps
 
