@@ -15,7 +15,8 @@ TAIL = 1 << 16  # bytes read at first to find the last record
 _SPECIAL = {"nan": math.nan, "inf": math.inf, "-inf": -math.inf}
 _FLOATS = frozenset(METRICS)
 _KNOWN = frozenset(NAMES)
-_AMENDS = b'{"amends":'
+_FAULTS = (TypeError, ValueError, RecursionError)  # of a line; a JSONDecodeError is a ValueError
+AMENDS = b'{"amends":'  # how the line of an amendment begins
 
 
 class JSONL:
@@ -28,7 +29,7 @@ class JSONL:
     opened at the first `write` and made if it is not there; what it has stays, and a last line
     without its end is ended first.
 
-    Iterating gives the records in order. A line that is not one, such as the last one of a process
+    Iterating gives the records in order, `amendments` what was added to records later. A line that is not one, such as the last one of a process
     that was killed, is skipped with a `UserWarning`; unknown keys and blank lines are nothing.
     """
 
@@ -74,19 +75,17 @@ class JSONL:
         return file
 
     def __iter__(self) -> Iterator[StepRecord]:
-        def warn(line: int, reason: str) -> None:
-            text = f"{self.path}, line {line}: skipped, for it is not a record: {reason}"
-            warnings.warn(text, UserWarning, stacklevel=4)
-
         with self.path.open("rb") as file:
-            yield from records(file, warn)
+            yield from records(file, self._warn)
 
     def amendments(self) -> Iterator[StepRecord]:
-        """What was added to records later: records with a step, an attempt and rows of layers."""
+        """What `amend` added, in order: records of a step, an attempt and rows of layers."""
         with self.path.open("rb") as file:
-            for line in file:
-                if line.startswith(_AMENDS) and line.endswith(b"\n"):
-                    yield decode_amendment(line)
+            yield from amendments(file, self._warn)
+
+    def _warn(self, line: int, reason: str) -> None:
+        text = f"{self.path}, line {line}: skipped, for it is not a record: {reason}"
+        warnings.warn(text, UserWarning, stacklevel=5)
 
     def last(self) -> StepRecord | None:
         """The last record; None without a file, or without a record in it."""
@@ -103,8 +102,8 @@ def records(
     skipped: Callable[[int, str], object],
     amended: Callable[[StepRecord], object] | None = None,
 ) -> Iterator[StepRecord]:
-    """The records among `lines`; `skipped` is told the number and the fault of every other one,
-    and `amended` is given what was added to records later (see `JSONL.amendments`).
+    """The records among `lines`; `skipped` is told the number and the fault of every line that is
+    neither one nor an amendment, and `amended` is given the amendments.
     """
     for number, line in enumerate(lines, 1):
         if line.isspace():
@@ -113,15 +112,34 @@ def records(
             values = _object(line)
             if "amends" in values:
                 if amended is not None:
-                    amended(_record({**values, "step": values["amends"]}))
+                    amended(decode_amendment(line))
                 continue
             record = _record(values)
-        except json.JSONDecodeError as error:
-            skipped(number, f"{error.msg} (character {error.pos + 1})")
-        except (TypeError, ValueError, RecursionError) as error:
-            skipped(number, str(error))
+        except _FAULTS as error:
+            skipped(number, _said(error))
         else:
             yield record
+
+
+def amendments(
+    lines: Iterable[bytes], skipped: Callable[[int, str], object]
+) -> Iterator[StepRecord]:
+    """The amendments among `lines`; `skipped` is told those that are none but begin like one."""
+    for number, line in enumerate(lines, 1):
+        if not line.startswith(AMENDS):  # of lines without it nothing has to be parsed
+            continue
+        try:
+            record = decode_amendment(line)
+        except _FAULTS as error:
+            skipped(number, _said(error))
+        else:
+            yield record
+
+
+def _said(error: Exception) -> str:
+    if isinstance(error, json.JSONDecodeError):
+        return f"{error.msg} (character {error.pos + 1})"
+    return str(error)
 
 
 def encode(record: StepRecord) -> bytes:

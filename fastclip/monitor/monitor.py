@@ -3,9 +3,9 @@
 import math
 import os
 from collections import deque
-from collections.abc import Iterable, Sequence
-from contextlib import ExitStack
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import TYPE_CHECKING, Any, Protocol
 
 from fastclip.monitor.bands import Bands
@@ -68,8 +68,9 @@ class Monitor:
         self.detectors = tuple(default_detectors() if detectors is None else detectors)
         self.sinks = tuple(sinks)
         self.watches = tuple(watches)
-        self.telemetry = Telemetry() if telemetry is None else telemetry
         _require_parts(self.detectors, self.sinks, self.watches)
+        if not isinstance(telemetry, Telemetry | None):
+            raise TypeError(f"telemetry must be a Telemetry, got {telemetry!r:.80}")
         self._attempt, self._step = _NOTHING  # of the newest record
         self._logged = _newest(self.sinks)  # the same in the logs that are continued
         self._bands = Bands()
@@ -77,18 +78,25 @@ class Monitor:
         # What the states were after which step. The first entry is from before any.
         self._history: deque[tuple[float, States]] = deque(maxlen=KEPT + 1)
         self._history.append((-math.inf, self._empty()))
-        self._carriers = Carriers(self.telemetry.layers_every, self.telemetry.layers_before)
+        telemetry = Telemetry() if telemetry is None else telemetry
+        self._carriers = Carriers(telemetry.layers_every, telemetry.layers_before)
         self._events: list[Event] = []  # found, and not yet returned
         self._busy = False  # judging or writing a record
         self._closed = False
-        self.telemetry.join(self)
+        telemetry.join(self)
+        self.telemetry = telemetry
 
     def __enter__(self) -> "Monitor":
-        self._require_open()
+        if self._closed:
+            raise RuntimeError("this Monitor is closed, and so are its sinks: make a new one")
         return self
 
     def __exit__(self, *raised: object) -> None:
         self.close()
+
+    def __del__(self) -> None:
+        if hasattr(self, "telemetry") and self.telemetry:  # has rows that would be lost
+            self._drain()
 
     @property
     def attempt(self) -> int:
@@ -103,7 +111,9 @@ class Monitor:
         None is as good as missing. `layers` may also be a `LayerTable`. Numbers and NumPy scalars
         are read at once, tensors as `Telemetry` says.
         """
-        self._require_open()
+        self._require_idle()
+        if self._closed:
+            raise RuntimeError("this Monitor is closed, and so are its sinks: make a new one")
         self.telemetry.put(given(step, stats, self.watches, fields))
         while (row := self.telemetry.due()) is not None:
             self._take(row)
@@ -120,14 +130,12 @@ class Monitor:
     def close(self) -> None:
         """Observe what is still being read back, then close the sinks. What `flush` returns after
         it are the events of that."""
+        self._require_idle()
         if self._closed:
             return
-        with ExitStack() as last:
-            for sink in reversed(self.sinks):
-                if hasattr(sink, "close"):
-                    last.callback(sink.close)
-            last.callback(setattr, self, "_closed", True)
-            self._drain()
+        self._closed = True
+        closing = [sink.close for sink in self.sinks if hasattr(sink, "close")]
+        _call_all(iter([self._drain, *closing]))
 
     def replay(self, log: str | os.PathLike[str] | Iterable[StepRecord]) -> list[Event]:
         """Observe the records of a log, and write them to no sink; their events."""
@@ -180,16 +188,15 @@ class Monitor:
         self._step = max(self._step, step)
 
     def _drain(self) -> None:
-        with ExitStack() as rows:
-            for _ in range(len(self.telemetry)):
-                rows.callback(lambda: self._take(self.telemetry.pop()))
+        """Observe all rows that are queued; an error of one does not hold back the others."""
+        self._require_idle()
+        _call_all(iter([self._take_next] * len(self.telemetry)))
+
+    def _take_next(self) -> None:
+        self._take(self.telemetry.pop())
 
     def _take(self, row: Row) -> None:
         """Judge a row that has left the queue, and give it to the sinks."""
-        if self._busy:
-            raise RuntimeError(
-                "a detector or a sink called its own Monitor, which is in the middle of a record"
-            )
         self._busy = True
         try:
             self._judge_and_write(row)
@@ -210,12 +217,17 @@ class Monitor:
         self._carriers.keep(record, row.layers)
         self._events += events
         self._logged = _NOTHING
-        with ExitStack() as calls:  # which makes all of them, whatever one of them raises
-            for sink in reversed(self.sinks):
-                if amended and hasattr(sink, "amend"):
-                    for old in reversed(amended):
-                        calls.callback(sink.amend, old)
-                calls.callback(sink.write, record, events)
+        if self.sinks:
+            self._write(record, events, amended)
+
+    def _write(self, record: StepRecord, events: list[Event], amended: list[StepRecord]) -> None:
+        """Give a record to all sinks, whatever one of them raises."""
+        calls: list[Callable[[], object]] = []
+        for sink in self.sinks:
+            calls.append(partial(sink.write, record, events))
+            if amended and hasattr(sink, "amend"):
+                calls += [partial(sink.amend, old) for old in amended]
+        _call_all(iter(calls))
 
     def _numbered(self, row: Row) -> StepRecord:
         """The record of a row; of the attempt that now goes on, unless it names one."""
@@ -230,9 +242,11 @@ class Monitor:
         events, self._events = self._events, []
         return events
 
-    def _require_open(self) -> None:
-        if self._closed:
-            raise RuntimeError("this Monitor is closed, and so are its sinks: make a new one")
+    def _require_idle(self) -> None:
+        if self._busy:
+            raise RuntimeError(
+                "a detector or a sink called its own Monitor, which is in the middle of a record"
+            )
 
     def _judged(self, record: StepRecord) -> tuple[list[Event], States]:
         """The events of a record, and the states it leaves."""
@@ -283,6 +297,17 @@ def _with_onset(event: Event, onset: tuple[int, str] | None) -> Event:
         return event
     step, metric = onset or (event.step, event.metric)
     return replace(event, onset=step, onset_metric=metric)
+
+
+def _call_all(calls: Iterator[Callable[[], object]]) -> None:
+    """Make all calls, whatever one of them raises: then the last error, with those before as its
+    context."""
+    try:
+        for call in calls:
+            call()
+    except BaseException:
+        _call_all(calls)  # those that are left
+        raise
 
 
 def _keys(detectors: Sequence[Detector]) -> list[str]:

@@ -176,7 +176,11 @@ _FIELDS: dict[str, tuple[Callable[[Any], Any], str]] = {
     "attempt": (_count, "a whole number of at least 0"),
     "layers": (_layers, "a sequence of LayerRow"),
 }
+# Of such a type nothing has to be checked, which is most of the time that a check takes.
+AS_IT_IS = {**dict.fromkeys(METRICS, float), "clipped": bool, "skipped": bool, "step": int}
+del AS_IT_IS["nonfinite_count"]
 NAMES = tuple(field.name for field in fields(StepRecord))
+_DEFAULTS = {field.name: field.default for field in fields(StepRecord)}
 
 
 def checked(name: str, value: Any) -> Any:
@@ -184,9 +188,9 @@ def checked(name: str, value: Any) -> Any:
 
     Raises `TypeError` naming the field if it is of the wrong kind.
     """
-    convert, what = _FIELDS[name]
-    if convert is _number and type(value) is float:
+    if type(value) is AS_IT_IS.get(name):
         return value
+    convert, what = _FIELDS[name]
     try:
         return convert(value)
     except (TypeError, ValueError, OverflowError, KeyError, AttributeError) as error:
@@ -201,4 +205,15 @@ def make_record(values: Mapping[str, Any]) -> StepRecord:
     made = {name: checked(name, value) for name, value in values.items() if value is not None}
     if "step" not in made:
         raise TypeError("a record needs a step")
-    return StepRecord(**made)
+    return unchecked(made)
+
+
+def unchecked(values: Mapping[str, Any]) -> StepRecord:
+    """The record of values that were checked, `step` among them.
+
+    As `StepRecord(**values)`, which sets the fields of a frozen dataclass one by one: 0.5 us, not
+    2.1.
+    """
+    record = object.__new__(StepRecord)
+    vars(record).update(_DEFAULTS, **values)
+    return record

@@ -3,21 +3,22 @@
 import atexit
 import weakref
 from collections import deque
-from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple
+from functools import partial
+from typing import TYPE_CHECKING, Any
 
 from fastclip.checks import require
 from fastclip.monitor.layers import Source
-from fastclip.monitor.observed import Given, Later
-from fastclip.monitor.records import StepRecord, make_record
+from fastclip.monitor.observed import Given, Later, is_tensor
+from fastclip.monitor.records import StepRecord, checked, unchecked
 
 if TYPE_CHECKING:
-    import torch
-    from torch import Tensor
+    from torch import Event, Tensor
+    from torch import device as Device
 
     from fastclip.monitor.monitor import Monitor
 
 LAG = 2  # rows, where a device has numbers of them
+_PLAIN = frozenset((float, int, bool))  # most values, told from tensors by one look-up
 
 
 class Telemetry:
@@ -46,53 +47,41 @@ class Telemetry:
         self.lag = lag
         self.layers_every = layers_every
         self.layers_before = layers_before
-        self._rows: deque[Row] = deque()
+        self._rows: deque[tuple[int, Row]] = deque()  # and when each is due
         self._seen = 0  # rows put in
-        self._monitor: weakref.ref[Monitor] | None = None
+        self._joined = False
 
     def join(self, monitor: "Monitor") -> None:
-        """Belong to a Monitor from now on. Raises `ValueError` if there is one already."""
-        if self._monitor is not None:
+        """Belong to a Monitor, which is flushed when the process ends if it is still there.
+
+        Raises `ValueError` if it belongs to one already.
+        """
+        if self._joined:
             raise ValueError("this Telemetry belongs to another Monitor: each needs one of its own")
-        self._monitor = weakref.ref(monitor)
-        atexit.register(_flush, self._monitor)
+        self._joined = True
+        # Registered here, after its sinks were made: what those do at exit is done after this.
+        flush = partial(_flush, weakref.ref(monitor))
+        atexit.register(flush)
+        weakref.finalize(monitor, atexit.unregister, flush).atexit = False
 
     def put(self, given: Given) -> None:
         """Start the copies of a row, and queue it."""
-        named = [(name, v) for name, v in given.fields.items() if isinstance(v, Later)]
-        tensors = {id(t): t for _, value in named for t in value.tensors}
-        tensors.update((id(t), t) for value in given.layers for t in value.tensors)
-        places = {key: place for place, key in enumerate(tensors)}
+        row = Row(given)
         lag = self.lag
         if lag is None:
-            lag = LAG if any(t.device.type != "cpu" for t in tensors.values()) else 0
-        copies = Copies(list(tensors.values()))
-
-        def awaited(value: Later) -> Callable[[], Any]:
-            own, make = [places[id(t)] for t in value.tensors], value.make
-            return lambda: make(*(copies.pieces()[place] for place in own))
-
-        fields = {name: v for name, v in given.fields.items() if not isinstance(v, Later)}
+            lag = LAG if row.devices else 0
         self._seen += 1
-        self._rows.append(
-            Row(
-                self._seen + lag,
-                fields,
-                {name: awaited(value) for name, value in named},
-                [awaited(value) for value in given.layers],
-                given.measured,
-            )
-        )
+        self._rows.append((self._seen + lag, row))
 
     def due(self) -> "Row | None":
         """The next row, if its time has come; it leaves the queue."""
-        if self._rows and self._rows[0].due <= self._seen:
-            return self._rows.popleft()
+        if self._rows and self._rows[0][0] <= self._seen:
+            return self.pop()
         return None
 
     def pop(self) -> "Row":
         """The next row, whether its time has come or not."""
-        return self._rows.popleft()
+        return self._rows.popleft()[1]
 
     def __len__(self) -> int:
         """Rows that are queued."""
@@ -100,90 +89,99 @@ class Telemetry:
 
 
 def _flush(monitor: "weakref.ref[Monitor]") -> None:
-    """Write what is left when the process ends."""
-    found = monitor()
-    if found is not None:
-        found.flush()
+    left = monitor()
+    if left is not None:
+        left.flush()
 
 
 def _require_count(name: str, value: object) -> None:
     require(name, value, "a whole number of at least 0", lambda x: x >= 0, whole=True)
 
 
-class Row(NamedTuple):
-    """One call of observe, which leaves at the call number `due`.
+class Row:
+    """One call of observe, with copies of its tensors under way to the host.
 
-    `fields` on the host, and calls that wait for the others, `awaited`, and for what rows of layers
-    are made of, `layers`. `measured`: those come from a watch.
+    The numbers of one device and dtype are gathered by one launch and copied together, other
+    tensors one by one: a loss and statistics of a global threshold take two launches and three
+    copies (the table; norm, coefficient and loss; two flags). Copies go into pinned memory, on the
+    current stream, so whatever changes a tensor later comes after them.
     """
 
-    due: int
-    fields: dict[str, Any]
-    awaited: dict[str, Callable[[], Any]]
-    layers: Sequence[Source]
-    measured: bool
+    def __init__(self, given: Given) -> None:
+        self._fields: dict[str, Any] = {}  # on the host already
+        self._numbers: list[tuple[list[str], Tensor]] = []
+        self._made: list[tuple[str, Source]] = []
+        self.measured = given.measured
+        self.numbered = "attempt" in given.fields
+        self.devices: set[Device] = set()  # that copies come from, but for the CPU
+        groups: dict[Any, tuple[list[str], list[Tensor]]] = {}
+        copies: dict[int, Tensor] = {}
+        for name, value in given.fields.items():
+            if type(value) in _PLAIN:
+                self._fields[name] = value
+            elif type(value) is Later:
+                self._made.append((name, self._begun(value, copies)))
+            elif is_tensor(value):
+                names, tensors = groups.setdefault((value.dtype, value.device), ([], []))
+                names.append(name)
+                value = value.detach() if value.requires_grad else value
+                tensors.append(value if value.dim() == 0 else value.reshape(()))
+            else:
+                self._fields[name] = value
+        # What rows of layers are made of; to be called after `record`.
+        self.layers: list[Source] = [self._begun(value, copies) for value in given.layers]
+        for names, tensors in groups.values():
+            import torch
 
-    @property
-    def numbered(self) -> bool:
-        """Whether the attempt was given."""
-        return "attempt" in self.fields or "attempt" in self.awaited
+            self._numbers.append((names, self._copied(torch.stack(tensors), new=True)))
+        self._events = [_recorded(device) for device in self.devices]
 
     def record(self) -> StepRecord:
         """Wait for the copies; the record, with `attempt` 0 where none was given.
 
         Raises `TypeError` where a tensor held something that its field does not take.
         """
-        return make_record(
-            {**self.fields, **{name: value() for name, value in self.awaited.items()}}
-        )
+        for event in self._events:
+            if event is not None:
+                event.synchronize()
+        values = dict(self._fields)
+        for name, make in self._made:
+            values[name] = make()
+        for names, numbers in self._numbers:
+            for name, number in zip(names, numbers.tolist(), strict=True):
+                try:
+                    values[name] = checked(name, number)
+                except TypeError as error:
+                    step = self._fields.get("step", "that is on a device")
+                    raise TypeError(f"{error}, in the row of the step {step}") from error
+        return unchecked(values)
+
+    def _begun(self, value: Later, copies: "dict[int, Tensor]") -> Source:
+        own = []
+        for tensor in value.tensors:
+            copy = copies.get(id(tensor))
+            if copy is None:
+                copy = copies[id(tensor)] = self._copied(tensor)
+            own.append(copy)
+        return partial(value.make, *own)
+
+    def _copied(self, tensor: "Tensor", new: bool = False) -> "Tensor":
+        """A copy on the host, perhaps still under way. A `new` tensor is nobody else's."""
+        if tensor.requires_grad:
+            tensor = tensor.detach()
+        if tensor.is_cpu:
+            return tensor if new else tensor.clone()
+        import torch
+
+        self.devices.add(tensor.device)
+        if not _pins(tensor.device):
+            return tensor.cpu()
+        host = torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu", pin_memory=True)
+        return host.copy_(tensor, non_blocking=True)
 
 
-class Copies:
-    """Copies of tensors on the host, begun now and waited for when they are asked for.
-
-    Per device and dtype one copy, after one launch that gathers the tensors if they are several;
-    into pinned memory, on the current stream, so that what later changes a tensor comes after it.
-    """
-
-    def __init__(self, tensors: Sequence["Tensor"]) -> None:
-        groups: dict[Any, list[int]] = {}
-        for place, tensor in enumerate(tensors):
-            groups.setdefault((tensor.device, tensor.dtype), []).append(place)
-        self._groups = [_begun([tensors[place] for place in group]) for group in groups.values()]
-        self._events = [_recorded(device) for device in {device for device, _ in groups}]
-        self._places = [place for group in groups.values() for place in group]
-        self._pieces: list[Tensor] | None = None
-
-    def pieces(self) -> "list[Tensor]":
-        """A copy of each tensor, in one dimension."""
-        if self._pieces is None:
-            for event in self._events:
-                if event is not None:
-                    event.synchronize()
-            found = [piece for host, sizes in self._groups for piece in host.split(sizes)]
-            by_place = dict(zip(self._places, found, strict=True))
-            self._pieces = [by_place[place] for place in range(len(found))]
-        return self._pieces
-
-
-def _begun(tensors: "Sequence[Tensor]") -> "tuple[Tensor, list[int]]":
-    """One copy of tensors of one device and dtype, not yet waited for; their sizes in it."""
-    import torch
-
-    with torch.no_grad():
-        flat = [tensor.reshape(-1) for tensor in tensors]
-        sizes = [len(one) for one in flat]
-        packed = flat[0] if len(flat) == 1 else torch.cat(flat)
-        if packed.device.type == "cpu":
-            return packed.clone() if len(flat) == 1 else packed, sizes
-        if not _pins(packed.device):
-            return packed.cpu(), sizes
-        host = torch.empty(len(packed), dtype=packed.dtype, device="cpu", pin_memory=True)
-        return host.copy_(packed, non_blocking=True), sizes
-
-
-def _recorded(device: "torch.device") -> "torch.Event | None":
-    """An event behind the copies that were begun on a device."""
+def _recorded(device: "Device") -> "Event | None":
+    """An event behind the copies from a device; None if they were waited for."""
     import torch
 
     if not _pins(device):
@@ -193,8 +191,8 @@ def _recorded(device: "torch.device") -> "torch.Event | None":
     return event
 
 
-def _pins(device: "torch.device") -> bool:
-    """Whether there is pinned memory for copies from a device: for the accelerator's."""
+def _pins(device: "Device") -> bool:
+    """Whether there is pinned memory for copies from a device: for those of the accelerator."""
     import torch
 
     accelerator = torch.accelerator.current_accelerator()
