@@ -1,6 +1,7 @@
 """Runs as figures of plotly: plain dictionaries, colours as variables of the page's style."""
 
 import math
+import sys
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
@@ -104,7 +105,7 @@ def _spread(values: Sequence[float]) -> float:
 def _powers_of_two(low: float, high: float) -> Figure:
     first, last = math.floor(math.log2(low)), math.ceil(math.log2(high))
     stride = max(1, math.ceil((last - first) / 6))
-    powers = range(first, last + 1, stride)
+    powers = range(first, min(last, sys.float_info.max_exp - 1) + 1, stride)
     return {
         "tickvals": [2.0**power for power in powers],
         "ticktext": [f"2<sup>{power}</sup>" for power in powers],

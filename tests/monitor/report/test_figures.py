@@ -2,6 +2,7 @@
 
 import json
 import math
+import sys
 from dataclasses import replace
 from typing import Any
 
@@ -113,6 +114,15 @@ def test_loss_scales_are_powers_of_two() -> None:
     yaxis = drawn(read(incident_log()))["loss_scale"]["layout"]["yaxis"]
     assert yaxis["tickvals"] == [2.0**15, 2.0**16]
     assert yaxis["ticktext"] == ["2<sup>15</sup>", "2<sup>16</sup>"]
+
+
+@pytest.mark.parametrize("value", [0.0, -1.0, 5e-324, sys.float_info.max, -sys.float_info.max])
+def test_the_ends_of_what_floats_can_hold(value: float) -> None:
+    metrics = ("loss", "grad_norm", "lr", "loss_scale", "activation_max", "update_ratio")
+    records = changed(healthy(30), *(([20, 25], name, value) for name in metrics))
+    for figure in drawn(read(records)).values():
+        go.Figure(figure)
+        json.dumps(figure, allow_nan=False)
 
 
 def test_a_log_without_one_finite_value() -> None:
