@@ -16,7 +16,7 @@ Figure = dict[str, Any]
 
 SYMBOLS = {"info": "circle", "warn": "triangle-up", "critical": "diamond"}
 TOP, BELOW = 0.95, 0.87  # where in a chart stands what has no place on its axis: values, events
-LINES = 60  # onsets that are drawn
+ONSETS, LINES = 300, 60  # onsets that are drawn; if there are more than so many, at the top alone
 SPARSE = 60  # points of validation losses up to which each is marked
 CLOSE = 0.015  # of the width: a mark so soon after another one is small
 APART = 0.035  # of the width between numbers of onsets
@@ -219,7 +219,8 @@ def _onsets(runs: Sequence[Run], width: int) -> tuple[list[Figure], list[Figure]
     shapes, notes = [], []
     for place, run in enumerate(runs):
         told = -math.inf
-        chosen = sorted(run.shown(LINES), key=lambda one: one[1].onset)
+        chosen = sorted(run.shown(ONSETS), key=lambda one: one[1].onset)
+        bottom = 0 if len(chosen) <= LINES else TOP
         for order, episode in chosen:
             onset = episode.onset
             color = (
@@ -227,7 +228,7 @@ def _onsets(runs: Sequence[Run], width: int) -> tuple[list[Figure], list[Figure]
             )
             shapes.append(
                 {
-                    **{"type": "line", "x0": onset, "x1": onset, "y0": 0, "y1": 1},
+                    **{"type": "line", "x0": onset, "x1": onset, "y0": bottom, "y1": 1},
                     **{"xref": "x", "yref": "y domain", "layer": "below"},
                     "line": {"color": color, "width": 1, "dash": "dash"},
                 }

@@ -9,6 +9,7 @@ from fastclip.monitor.report.run import Run
 from fastclip.monitor.report.text import count, escape, number
 
 SHOWN = 300  # incidents in the table
+TALL = 10  # incidents from which on the table scrolls in itself
 OPEN = 3  # so few incidents have their evidence unfolded at once
 BATCH = 80  # characters of a batch's description
 
@@ -40,6 +41,7 @@ def _table(run: Run, letter: str) -> str:
     opened = " open" if len(run.episodes) <= OPEN else ""
     several = len(run.attempts) > 1
     rows = "\n".join(_incident(f"{letter}{n}", one, several, opened) for n, one in shown)
+    card = 'class="card tall" tabindex="0"' if len(shown) > TALL else 'class="card"'
     left = len(run.episodes) - len(shown)
     more = (
         f'<p class="quiet">{left:,} more incidents of lower levels or later are left out here; '
@@ -48,7 +50,7 @@ def _table(run: Run, letter: str) -> str:
         else ""
     )
     return (
-        f'<div class="card"><table class="incidents" role="table" '
+        f'<div {card}><table class="incidents" role="table" '
         f'aria-label="Incidents of {escape(run.name)}">{HEAD}\n'
         f'<tbody role="rowgroup">{rows}</tbody></table>{more}</div>'
     )

@@ -90,6 +90,17 @@ def test_onsets_and_their_numbers() -> None:
     assert run.episodes[3].incident.first == 703
 
 
+def test_onsets_of_many_incidents_are_marked_at_the_top() -> None:
+    few, many = (
+        read(changed(healthy(5000), (range(200, stop, 40), "grad_norm", times(60))))
+        for stop in (2000, 4000)
+    )
+    assert (len(few.episodes), len(many.episodes)) == (45, 95)
+    for run, bottom in ((few, 0), (many, TOP)):
+        shapes = drawn(run)["loss"]["layout"]["shapes"]
+        assert [shape["y0"] for shape in shapes] == [bottom] * len(run.episodes)
+
+
 @pytest.mark.parametrize(
     ("change", "expected"),
     [
