@@ -49,8 +49,13 @@ def _table(run: Run, letter: str) -> str:
         if left
         else ""
     )
+    hint = (
+        f'<p class="quiet">{count(len(shown), "incident")}; the table scrolls.</p>'
+        if len(shown) > TALL
+        else ""
+    )
     return (
-        f'<div {card}><table class="incidents" role="table" '
+        f'{hint}<div {card}><table class="incidents" role="table" '
         f'aria-label="Incidents of {escape(run.name)}">{HEAD}\n'
         f'<tbody role="rowgroup">{rows}</tbody></table>{more}</div>'
     )

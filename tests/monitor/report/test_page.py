@@ -196,6 +196,7 @@ def test_many_incidents_are_cut_to_those_that_matter() -> None:
     assert made.count('<tr class="incident"') == SHOWN
     assert f"{len(run.episodes) - SHOWN:,} more incidents" in plain(made)
     assert "loss is nan" in plain(made)
+    assert f"{SHOWN} incidents; the table scrolls." in plain(made)
 
 
 @pytest.mark.parametrize("count", [2, 1000])
