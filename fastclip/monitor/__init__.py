@@ -2,8 +2,8 @@
 
 Nothing in here needs torch, and importing it does not import it: a log is replayed anywhere::
 
-    monitor = Monitor(sinks=[JSONL("run.jsonl")])
-    events = monitor.observe(step=step, loss=loss, stats=stats)  # in the training loop
+    with Monitor(sinks=[JSONL("run.jsonl")]) as monitor:
+        events = monitor.observe(step=step, loss=loss, stats=stats)  # in the training loop
     events = Monitor().replay("run.jsonl")  # the same again, later
 
 One's own detector is a class with two methods: `init` gives a state, and a call makes of a state

@@ -3,6 +3,7 @@
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
+from itertools import repeat
 from typing import TYPE_CHECKING, NamedTuple, TypeAlias
 
 from fastclip.monitor.records import LayerRow, StepRecord
@@ -46,8 +47,8 @@ def merged(tables: Iterable[LayerTable]) -> tuple[LayerRow, ...]:
     columns = [first.columns.get(column) for column in COLUMNS]
     missing = [None] * len(first.names)
     every = zip(first.names, *(missing if c is None else c for c in columns), strict=True)
-    # LayerRow(*one), without a call in Python: 0.2 ms for 2,000 layers, not 0.5
-    rows = [tuple.__new__(LayerRow, one) for one in every]
+    # LayerRow(*one) for each, without calls in Python: 0.2 ms for 2,000 layers, not 0.5
+    rows: list[LayerRow] = list(map(tuple.__new__, repeat(LayerRow), every))
     if not others:
         return tuple(rows)
     found = {row.name: row for row in rows}

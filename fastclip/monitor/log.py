@@ -29,8 +29,9 @@ class JSONL:
     opened at the first `write` and made if it is not there; what it has stays, and a last line
     without its end is ended first.
 
-    Iterating gives the records in order, `amendments` what was added to records later. A line that is not one, such as the last one of a process
-    that was killed, is skipped with a `UserWarning`; unknown keys and blank lines are nothing.
+    Iterating gives the records in order, and `amendments` what `amend` added to some of them later,
+    in lines of their own. A line that is neither, such as the last one of a process that was
+    killed, is skipped with a `UserWarning`; unknown keys and blank lines are nothing.
     """
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
@@ -85,7 +86,7 @@ class JSONL:
 
     def _warn(self, line: int, reason: str) -> None:
         text = f"{self.path}, line {line}: skipped, for it is not a record: {reason}"
-        warnings.warn(text, UserWarning, stacklevel=5)
+        warnings.warn(text, UserWarning, stacklevel=4)
 
     def last(self) -> StepRecord | None:
         """The last record; None without a file, or without a record in it."""

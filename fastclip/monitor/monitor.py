@@ -106,6 +106,10 @@ class Monitor:
     def observe(self, *, step: int, stats: "GradStats | None" = None, **fields: Any) -> list[Event]:
         """Take in what was measured in a step; the events of the records that are complete by now.
 
+        Without tensors on a device that is this step's record. With some it is the one of two steps
+        before (`Telemetry.lag`), and `Event.step` tells which; events found by `state_dict` and
+        `load_state_dict` since the last call come first.
+
         `fields` are those of `StepRecord`. `stats` fills grad_norm, clip_coef, clipped,
         nonfinite_count and skipped; what a watch measured wins over it, and a keyword over both.
         None is as good as missing. `layers` may also be a `LayerTable`. Numbers and NumPy scalars

@@ -29,18 +29,20 @@ class Watch(Protocol):
 
 
 class Later(NamedTuple):
-    """What `make` gives of copies of `tensors` on the host."""
+    """What `make` gives of copies of `tensors` on the host. `fixed`: nobody changes those, so on
+    the CPU they need no copy."""
 
     tensors: tuple["Tensor", ...]
     make: Callable[..., Any]
+    fixed: bool = False
 
 
 class Given(NamedTuple):
     """One call of observe.
 
     `fields` of the record: what is on the host is checked; a tensor of one element, and `Later`,
-    are yet to be read. `layers` is what rows of layers are made of; `measured`, whether some of
-    that is from a watch or from the caller.
+    are yet to be read. `layers` is what rows of layers can be made of, and `measured` says whether
+    a watch gave some of that.
     """
 
     fields: dict[str, Any]
@@ -96,13 +98,17 @@ def _from_watch(watch: Watch) -> dict[str, Any]:
 
 def _from_stats(stats: "GradStats") -> dict[str, Any]:
     """The fields that statistics of the gradients fill. What takes an operator more than a copy
-    (the number of non-finite elements, the smallest coefficient) is computed on the host."""
+    (the number of non-finite elements, the smallest coefficient) is computed on the host.
+
+    The table is as fixed as `GradStats` itself: each step makes one. Copying it all the same would
+    take 5 us on the CPU for 300 gradients and 9 for 2,000, a tenth and a sixth of a step's cost.
+    """
     coef = stats.coef
     return {
         "grad_norm": stats.total_norm,
         "clip_coef": Later((coef,), _smallest) if coef.dim() else coef,
         "clipped": stats.clipped,
-        "nonfinite_count": Later((stats.table,), _nonfinite),
+        "nonfinite_count": Later((stats.table,), _nonfinite, fixed=True),
         "skipped": stats.skipped,
     }
 
@@ -127,13 +133,15 @@ def _layers_of(stats: "GradStats") -> Later:
         from fastclip import table as tables
 
         norms = tables.norms(table, p).to(dtype)
-        bad = table[:, tables.NAN] + table[:, tables.INF]
-        shares = [n and n / size for n, size in zip(bad.tolist(), numel, strict=True)]
+        shares = [0.0] * len(names)
+        if _nonfinite(table):
+            bad = table[:, tables.NAN] + table[:, tables.INF]
+            shares = [n and n / size for n, size in zip(bad.tolist(), numel, strict=True)]
         max_abs = table[:, tables.MAX_ABS].tolist()
         columns = {"norm": norms.tolist(), "max_abs": max_abs, "nonfinite": shares}
         return LayerTable(names, columns)
 
-    return Later((stats.table,), make)
+    return Later((stats.table,), make, fixed=True)
 
 
 def _taken_in(name: str, value: Any) -> Any:
@@ -143,11 +151,11 @@ def _taken_in(name: str, value: Any) -> Any:
     if name == "layers":
         return _rows(value) if isinstance(value, LayerTable) else checked(name, value)
     if is_tensor(value):
-        _require_readable(name, value)
-        if value.numel() != 1:
-            shape = tuple(value.shape)
+        number = _readable(name, value)
+        if number.numel() != 1:
+            shape = tuple(number.shape)
             raise TypeError(f"{name} must be one number, got a tensor of shape {shape}")
-        return value
+        return number.reshape(()) if number.dim() else number
     if hasattr(value, "item"):  # NumPy's scalars and arrays
         try:
             value = value.item()
@@ -159,9 +167,10 @@ def _taken_in(name: str, value: Any) -> Any:
 
 def _of_table(table: LayerTable) -> Later:
     require_table(table)
-    tensors: dict[str, Any] = {n: c for n, c in table.columns.items() if is_tensor(c)}
-    for name, column in tensors.items():
-        _require_readable(f"the column {name!r} of layers", column)
+    tensors: dict[str, Tensor] = {}
+    for name, column in table.columns.items():
+        if is_tensor(column):
+            tensors[name] = _readable(f"the column {name!r} of layers", column)
     others = {name: _column(name, c) for name, c in table.columns.items() if name not in tensors}
     names, measured = table.names, tuple(tensors)
 
@@ -181,7 +190,7 @@ def _column(name: str, numbers: Iterable[Any]) -> list[Any]:
 
 
 def _rows(table: LayerTable) -> Later:
-    tensors, make = _of_table(table)
+    tensors, make, _ = _of_table(table)
     return Later(tensors, lambda *columns: merged([make(*columns)]))
 
 
@@ -197,8 +206,7 @@ def _batch(value: Any) -> Any:
 
     def emptied(part: Any) -> Any:
         if is_tensor(part):
-            _require_readable("batch", part)
-            tensors.append(part)
+            tensors.append(_readable("batch", part))
             return _Place(len(tensors) - 1)
         if isinstance(part, Mapping):
             return {key: emptied(item) for key, item in part.items()}
@@ -221,8 +229,8 @@ def is_tensor(value: Any) -> bool:
     return torch is not None and isinstance(value, torch.Tensor)
 
 
-def _require_readable(name: str, tensor: "Tensor") -> None:
-    """Raises `TypeError` for a tensor without plain numbers to copy."""
+def _readable(name: str, tensor: Any) -> "Tensor":
+    """The tensor, outside of any graph. `TypeError` for one without plain numbers to copy."""
     import torch
 
     if tensor.is_meta:
@@ -232,3 +240,4 @@ def _require_readable(name: str, tensor: "Tensor") -> None:
     if tensor.layout != torch.strided or tensor.is_complex() or tensor.is_quantized:
         kind = f"{tensor.dtype}, {tensor.layout}"
         raise TypeError(f"{name} must be a dense tensor of real numbers, got one of {kind}")
+    return tensor.detach() if tensor.requires_grad else tensor

@@ -47,11 +47,12 @@ class StepRecord:
     `update_ratio`      after      norm of the update over that of the parameters before it
     `batch`                        number or description of the batch, of what JSON has
     `attempt`                      rollbacks before this step; (attempt, step) is unique
-    `layers`            see there  one `LayerRow` per layer
+    `layers`            see there  one `LayerRow` per layer; only some records have them
     ==================  =========  =========================================================
 
     The second column says whether a metric is of the model before or after the update of this step:
-    a bad update shows in those from before it one record later.
+    a bad update shows in those from before it one record later. All of a record is of one call of
+    `Monitor.observe`, however much later its numbers came back from a device.
     """
 
     step: int
@@ -75,6 +76,9 @@ class StepRecord:
 @dataclass(frozen=True)
 class Event:
     """What a detector found in the record of `step`.
+
+    Where numbers come from a device, that is not the step at which `Monitor.observe` returns it: a
+    record is judged once it is complete, `Telemetry.lag` steps later.
 
     `kind` is the detector's, `value` is what was judged and `baseline` what against, both in the
     unit of `metric`. `onset` is the first step at which any metric left its normal band, and
@@ -176,6 +180,7 @@ _FIELDS: dict[str, tuple[Callable[[Any], Any], str]] = {
     "attempt": (_count, "a whole number of at least 0"),
     "layers": (_layers, "a sequence of LayerRow"),
 }
+NOT_NUMBERS = frozenset(("batch", "layers"))
 # Of such a type nothing has to be checked, which is most of the time that a check takes.
 AS_IT_IS = {**dict.fromkeys(METRICS, float), "clipped": bool, "skipped": bool, "step": int}
 del AS_IT_IS["nonfinite_count"]

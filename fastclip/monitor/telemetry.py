@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Any
 
 from fastclip.checks import require
 from fastclip.monitor.layers import Source
-from fastclip.monitor.observed import Given, Later, is_tensor
-from fastclip.monitor.records import StepRecord, checked, unchecked
+from fastclip.monitor.observed import Given, Later
+from fastclip.monitor.records import AS_IT_IS, NOT_NUMBERS, StepRecord, checked, unchecked
 
 if TYPE_CHECKING:
     from torch import Event, Tensor
@@ -117,23 +117,23 @@ class Row:
         groups: dict[Any, tuple[list[str], list[Tensor]]] = {}
         copies: dict[int, Tensor] = {}
         for name, value in given.fields.items():
-            if type(value) in _PLAIN:
+            if type(value) in _PLAIN or (name in NOT_NUMBERS and type(value) is not Later):
                 self._fields[name] = value
             elif type(value) is Later:
                 self._made.append((name, self._begun(value, copies)))
-            elif is_tensor(value):
-                names, tensors = groups.setdefault((value.dtype, value.device), ([], []))
-                names.append(name)
-                value = value.detach() if value.requires_grad else value
-                tensors.append(value if value.dim() == 0 else value.reshape(()))
             else:
-                self._fields[name] = value
+                key = value.dtype, value.device
+                if key not in groups:
+                    groups[key] = [], []
+                names, tensors = groups[key]
+                names.append(name)
+                tensors.append(value)
         # What rows of layers are made of; to be called after `record`.
         self.layers: list[Source] = [self._begun(value, copies) for value in given.layers]
         for names, tensors in groups.values():
             import torch
 
-            self._numbers.append((names, self._copied(torch.stack(tensors), new=True)))
+            self._numbers.append((names, self._copied(torch.stack(tensors), fixed=True)))
         self._events = [_recorded(device) for device in self.devices]
 
     def record(self) -> StepRecord:
@@ -149,28 +149,31 @@ class Row:
             values[name] = make()
         for names, numbers in self._numbers:
             for name, number in zip(names, numbers.tolist(), strict=True):
-                try:
-                    values[name] = checked(name, number)
-                except TypeError as error:
-                    step = self._fields.get("step", "that is on a device")
-                    raise TypeError(f"{error}, in the row of the step {step}") from error
+                plain = type(number) is AS_IT_IS.get(name)
+                values[name] = number if plain else self._checked(name, number)
         return unchecked(values)
+
+    def _checked(self, name: str, value: Any) -> Any:
+        try:
+            return checked(name, value)
+        except TypeError as error:
+            step = self._fields.get("step", "that is on a device")
+            raise TypeError(f"{error}, in the row of the step {step}") from error
 
     def _begun(self, value: Later, copies: "dict[int, Tensor]") -> Source:
         own = []
         for tensor in value.tensors:
             copy = copies.get(id(tensor))
             if copy is None:
-                copy = copies[id(tensor)] = self._copied(tensor)
+                copy = copies[id(tensor)] = self._copied(tensor, value.fixed)
             own.append(copy)
         return partial(value.make, *own)
 
-    def _copied(self, tensor: "Tensor", new: bool = False) -> "Tensor":
-        """A copy on the host, perhaps still under way. A `new` tensor is nobody else's."""
-        if tensor.requires_grad:
-            tensor = tensor.detach()
+    def _copied(self, tensor: "Tensor", fixed: bool) -> "Tensor":
+        """A copy on the host, perhaps still under way; the tensor itself if it is there, and
+        `fixed`: nobody changes it."""
         if tensor.is_cpu:
-            return tensor if new else tensor.clone()
+            return tensor if fixed else tensor.clone()
         import torch
 
         self.devices.add(tensor.device)

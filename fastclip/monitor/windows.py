@@ -98,9 +98,7 @@ class Ordered(_Sliding[list[float]]):
         if full:
             del values[bisect_left(values, oldest(window))]
         insort(values, value)
-        window = _moved_on(window, value, full)
-        self._last = {id(window): (window, values)}  # keep(), without the call
-        return window
+        return self.keep(_moved_on(window, value, full), values)
 
     def _derive(self, values: list[float]) -> list[float]:
         return sorted(values)

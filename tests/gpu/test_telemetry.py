@@ -19,7 +19,7 @@ pytestmark = pytest.mark.skipif(
     not torch.cuda.is_available(), reason="torch.cuda.is_available() is false: no GPU here"
 )
 
-STEPS = 12
+STEPS = 20
 BUSY = 1 << 26  # cycles; tens of milliseconds, so that a copy is not done when it is asked for
 
 
@@ -35,10 +35,10 @@ def test_observing_does_not_wait(rule: str, lag: int | None, waiting_raises: For
     clipper = training.clipper(params, rule)
     monitor, seen = Monitor([], [sink], telemetry=Telemetry(lag)), []
     for step, grads in enumerate(training.stream(STEPS, bad={5: math.nan})):
-        training.assign(params, {name: g if g is None else g.cuda() for name, g in grads.items()})
+        training.assign(params, {name: grad.cuda() for name, grad in grads.items()})
         stats = clipper.clip_()
         loss = torch.full((), 2.0 + step, device="cuda", requires_grad=True) * 1
-        if step < 4:  # pinned memory is allocated in the first steps, and used again from then on
+        if step < 14:  # pinned memory is allocated until the first rows have given theirs back
             monitor.observe(step=step, loss=loss, stats=stats, batch=[loss])
         else:
             with waiting_raises():
@@ -94,8 +94,7 @@ def test_rows_of_layers_and_watches() -> None:
     expected = []
     with Monitor([At(5)], [sink], telemetry=telemetry, watches=[watch]) as monitor:
         for step, grads in enumerate(training.stream(8)):
-            moved = {name: g if g is None else g.cuda() for name, g in grads.items()}
-            training.assign(params, moved)
+            training.assign(params, {name: grad.cuda() for name, grad in grads.items()})
             stats = clipper.clip_()
             monitor.observe(step=step, stats=stats)
             expected.append(stats.cpu().layers())
