@@ -52,10 +52,15 @@ if TYPE_CHECKING:
     from fastclip.monitor.records import Event as Event
     from fastclip.monitor.records import LayerRow as LayerRow
     from fastclip.monitor.records import StepRecord as StepRecord
+    from fastclip.monitor.recovery import Checkpoint as Checkpoint
+    from fastclip.monitor.recovery import Recovery as Recovery
+    from fastclip.monitor.recovery import Rollback as Rollback
+    from fastclip.monitor.recovery import RollbackPolicy as RollbackPolicy
 
 __all__ = [
     "JSONL",
     "Calibration",
+    "Checkpoint",
     "ClipRate",
     "Detector",
     "Drift",
@@ -64,7 +69,10 @@ __all__ = [
     "LossScaleDrop",
     "Monitor",
     "NonFinite",
+    "Recovery",
     "RobustSpike",
+    "Rollback",
+    "RollbackPolicy",
     "Sink",
     "Spike",
     "StepRecord",
@@ -79,6 +87,7 @@ _HOME = {
     **dict.fromkeys(("Drift", "Spike", "Sustained", "Detector", "default_detectors"), "detectors"),
     **dict.fromkeys(("Event", "LayerRow", "StepRecord"), "records"),
     **dict.fromkeys(("Monitor", "Sink"), "monitor"),
+    **dict.fromkeys(("Checkpoint", "Recovery", "Rollback", "RollbackPolicy"), "recovery"),
     "JSONL": "log",
 }
 
