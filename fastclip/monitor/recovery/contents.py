@@ -9,7 +9,7 @@ from torch.optim import Optimizer
 
 from fastclip.monitor.recovery import randomness
 from fastclip.monitor.recovery.learning_rate import Cut
-from fastclip.monitor.recovery.packing import Packed, pack
+from fastclip.monitor.recovery.packing import Packed, Unpacker, pack
 
 
 class Contents:
@@ -27,7 +27,11 @@ class Contents:
         return pack({"state": states, "random": randomness.read()})
 
     def unpack(self, content: dict[str, Any]) -> None:
-        """Make the run what it was. `ValueError`, with nothing changed, if a part is missing."""
+        """Make the run what it was. `ValueError`, with nothing changed, if a part is missing.
+
+        Gradients are set to None, as in a new process: what a step at fault has left in them must
+        not be added to.
+        """
         states = content["state"]
         missing = self.state.keys() - states.keys()
         if missing:
@@ -38,10 +42,27 @@ class Contents:
             warnings.warn(text, UserWarning, stacklevel=4)
         for name, each in self.state.items():
             each.load_state_dict(states[name])
-        # As in a new process: what a step at fault has left in them must not be added to.
-        for each in (*self.modules.values(), *self.optimizers):
-            each.zero_grad(set_to_none=True)
+        for module in self.modules.values():
+            module.zero_grad(set_to_none=True)
+        for optimizer in self.optimizers:
+            optimizer.zero_grad(set_to_none=True)
         randomness.write(content["random"])
+
+    def snapshot(self) -> tuple[Packed, list[tuple[Tensor, Tensor | None]]]:
+        """A copy of all, and the gradients."""
+        packed = self.pack()
+        copies = {name: tensor.clone() for name, tensor in packed.tensors.items()}
+        gradients = [(tensor, tensor.grad) for tensor in self.present()]
+        return Packed(packed.tree, copies), gradients
+
+    def reset(self, saved: tuple[Packed, list[tuple[Tensor, Tensor | None]]]) -> None:
+        """Go back to a `snapshot`."""
+        packed, gradients = saved
+        unpacker = Unpacker(packed.tree, self.present())
+        unpacker.templates.update(packed.tensors)
+        self.unpack(unpacker.unpack())
+        for tensor, gradient in gradients:
+            tensor.grad = gradient
 
     def present(self) -> list[Tensor]:
         """The tensors of modules and optimizers; DTensors are loaded onto their meshes."""

@@ -22,10 +22,14 @@ class Cut:
         self._before: dict[int, list[tuple[dict[str, Any], Any]]] = {}  # rates to put back
         self._handles: list[Any] = []
 
-    def attach(self) -> None:
+    def attach(self) -> bool:
+        """False if it is already."""
+        if self._handles:
+            return False
         for optimizer in self._optimizers:
             self._handles.append(optimizer.register_step_pre_hook(self._lower))
             self._handles.append(optimizer.register_step_post_hook(self._raise))
+        return True
 
     def detach(self) -> None:
         for handle in self._handles:

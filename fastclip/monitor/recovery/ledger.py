@@ -67,6 +67,13 @@ class Ledger:
         self.confirmed = min(self.confirmed, decision.target)
         self.pending = decision.target
 
+    def first(self, n: int) -> "Ledger":
+        """As it was after the first `n` rollbacks, for `batch` and `cut`."""
+        earlier = Ledger(self.path.parent, self.size)
+        for decision in self.rollbacks[:n]:
+            earlier.add(decision)
+        return earlier
+
     def _take_out(self, decision: Decision) -> None:
         for batches, out in zip(self._skipped, decision.skipped, strict=True):
             for batch in out:

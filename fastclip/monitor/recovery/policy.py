@@ -51,7 +51,7 @@ class RollbackPolicy:
     def matches(self, event: Event) -> bool:
         if callable(self.on):
             return bool(self.on(event))
-        return LEVELS.index(event.level) >= LEVELS.index(self.on)  # type: ignore[arg-type]
+        return LEVELS.index(event.level) >= LEVELS.index(self.on)
 
     def blamed(self, events: Iterable[Event], size: int) -> tuple[int, ...]:
         """Which of `size` ranks the batches of `events` are to be skipped on."""

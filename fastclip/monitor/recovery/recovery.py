@@ -72,9 +72,8 @@ class Recovery:
         asynchronous: bool = False,
     ) -> None:
         _require_state(state)
-        for name, value in (("every", every), ("keep", keep)):
-            if not isinstance(value, int) or value < 1:
-                raise ValueError(f"{name} must be a whole number of at least 1, got {value!r}")
+        _require_count("every", every)
+        _require_count("keep", keep)
         from fastclip.monitor.recovery.checkpoints import Checkpoints
         from fastclip.monitor.recovery.contents import Contents
         from fastclip.monitor.recovery.ranks import Ranks
@@ -182,35 +181,38 @@ class Recovery:
 
         Gradients are set to None, as in a new process. `RuntimeError` if there is none.
         """
-        self._store.wait()
         pending = self._ledger.pending
-        present = self._listed()
         if pending is not None:
-            self._remove([step for step in present if step > pending])
+            self._store.wait()
+            self._remove([step for step in self._listed() if step > pending])
             before = pending if before is None else min(before, pending)
-        for step in reversed(present):
-            if before is None or step <= before:
-                content = self._intact(step, self._read)
-                if content is not None:
-                    self._contents.unpack(content)
-                    self._step, self._handled, self._stored = step, False, step
-                    self._set_scale()
-                    if pending is not None:
-                        self._change(pending=None)
-                    return step
-        limit = "" if before is None else f" of a step of at most {before}"
-        raise RuntimeError(f"{self._store.folder} has no intact checkpoint{limit}")
+        step, content = self._newest(before)
+        self._contents.unpack(content)
+        self._step, self._handled, self._stored = step, False, step
+        self._set_scale()
+        if pending is not None:
+            self._change(pending=None)
+        return step
 
-    def replay(self, step: int, run: Callable[[int, int], object]) -> "Replay":
+    def replay(
+        self, step: int, run: Callable[[int, int], object], *, rollbacks: int | None = None
+    ) -> "Replay":
         """Run up to and including `step` twice from the checkpoint before it, and compare.
 
-        `run(step, batch)` is the loop's body without `handle`, `observe` and what else writes down
-        that a step was taken; it returns the loss. Batches and random state are those of the run.
-        The state is afterwards as before.
+        `run(step, batch)` is the loop's body, without what writes down that a step was taken
+        (`observe`, `handle`), and returns the loss. It gets the batches, the random state and the
+        learning rate that the run had; which those were depends on how many `rollbacks` there had
+        been: None means as many as were carried out. The state is afterwards as before.
         """
         from fastclip.monitor.recovery.replaying import replay
 
-        return replay(self, step, run)
+        total = len(self._ledger.rollbacks)
+        n = total - (self._ledger.pending is not None) if rollbacks is None else rollbacks
+        if not 0 <= n <= total:
+            raise ValueError(f"rollbacks must be 0 to {total}, got {n!r}")
+        if step < 0:
+            raise ValueError(f"step must be at least 0, got {step!r}")
+        return replay(self, step, run, n)
 
     def _begin(self) -> None:
         if self._listed() or self._ledger.pending is not None or self._ledger.confirmed >= 0:
@@ -293,6 +295,17 @@ class Recovery:
         confirmed = [step for step in self._listed() if step <= good[-1]]
         self._remove(confirmed[: -self.keep])
 
+    def _newest(self, before: int | None) -> tuple[int, dict[str, Any]]:
+        """Step and content of the newest intact checkpoint of a step of at most `before`."""
+        self._store.wait()
+        for step in reversed(self._listed()):
+            if before is None or step <= before:
+                content = self._intact(step, self._read)
+                if content is not None:
+                    return step, content
+        limit = "" if before is None else f" of a step of at most {before}"
+        raise RuntimeError(f"{self._store.folder} has no intact checkpoint{limit}")
+
     def _read(self, step: int) -> dict[str, Any]:
         return self._store.read(step, self._contents.present())
 
@@ -340,3 +353,8 @@ def _require_state(state: Mapping[str, Stateful]) -> None:
         for method in ("state_dict", "load_state_dict"):
             if isinstance(each, type) or not callable(getattr(each, method, None)):
                 raise TypeError(f"state[{name!r}] has no {method}: {each!r:.80}")
+
+
+def _require_count(name: str, value: object) -> None:
+    if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+        raise ValueError(f"{name} must be a whole number of at least 1, got {value!r}")
