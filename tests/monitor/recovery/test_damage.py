@@ -6,7 +6,7 @@ import os
 import pickle
 import resource
 import zipfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -49,7 +49,11 @@ def flip(path: Path) -> None:
     path.write_bytes(content)
 
 
-DAMAGES = {"truncated": truncate, "flipped": flip, "missing": Path.unlink}
+DAMAGES: dict[str, Callable[[Path], None]] = {
+    "truncated": truncate,
+    "flipped": flip,
+    "missing": Path.unlink,
+}
 
 
 @pytest.mark.parametrize("damage", DAMAGES)

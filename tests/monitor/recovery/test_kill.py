@@ -4,9 +4,12 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 ROOT = Path(__file__).parents[3]
 
 
+@pytest.mark.slow
 def test_killed_at_random_moments() -> None:
     """In a process of its own, for it forks."""
     command = [sys.executable, "-m", "tests.monitor.recovery.killing", "--kills", "20"]

@@ -1,7 +1,7 @@
 """A resumed or rolled back run has all that the run had."""
 
 import random
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -65,7 +65,7 @@ def test_random_numbers(tmp_path: Path) -> None:
         assert drawn() == numbers[step]
 
 
-RULES = {
+RULES: dict[str, Callable[[], rules.Rule]] = {
     "adagc": lambda: rules.AdaGC(warmup=3),
     "zclip": lambda: rules.ZClip(warmup=3),
     "logz": lambda: rules.LogZ(warmup=3),

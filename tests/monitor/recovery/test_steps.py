@@ -96,7 +96,7 @@ def test_targets(tmp_path: Path, alarm: int, onset: int, target: int) -> None:
     """The newest confirmed one that has seen no suspect batch; step 0 whatever happens."""
     tally = Tally()
     each = recovery(tmp_path, tally)
-    fired = []
+    fired: list[int] = []
     for step, batch in each.steps(35):
         tally.batches.append(batch)
         if step == alarm and not fired:
@@ -124,7 +124,7 @@ def test_several_events_and_lag(tmp_path: Path) -> None:
     """The first onset and the last alarm count; the steps taken meanwhile are not suspect."""
     tally = Tally()
     each = recovery(tmp_path, tally)
-    fired = []
+    fired: list[Event] = []
     for step, batch in each.steps(30):
         tally.batches.append(batch)
         if step == 19 and not fired:
