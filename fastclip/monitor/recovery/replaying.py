@@ -64,8 +64,9 @@ def replay(recovery: "Recovery", step: int, run: Callable[[int, int], object], n
         first, content = recovery._newest(before)
         batches = tuple(ledger.batch(rank, each) for each in range(first, step + 1))
         runs: list[list[Step]] = []
-        for _ in range(2):
-            contents.unpack(content)
+        # Read twice: optimizers take loaded tensors for their own, and change them.
+        for loaded in (content, recovery._read(first)):
+            contents.unpack(loaded)
             runs.append([])
             for each, batch in enumerate(batches, first):
                 recovery.lr_scale = recovery.policy.lr_scale if ledger.cut(each) else 1.0
