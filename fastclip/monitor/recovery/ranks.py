@@ -42,6 +42,12 @@ class Ranks:
                 raise RuntimeError(f"rank {rank} failed {what}: {fault}")
         return [value for value, _ in outcomes]
 
+    def each(self, what: str, job: Callable[[], Value]) -> Value:
+        """What `job()` gave on this rank, once it has given something on all."""
+        mine: list[Value] = []
+        self.gather(what, lambda: mine.append(job()))
+        return mine[0]
+
     def first(self, what: str, job: Callable[[], Value]) -> Value:
         """Let rank 0 do it alone; what it gave, on all."""
         values = self.gather(what, lambda: job() if self.rank == 0 else None)

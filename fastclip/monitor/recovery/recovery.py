@@ -167,7 +167,7 @@ class Recovery:
         step = self._now() + self._handled
         if self._stored != step or step not in present:
             self._contents.cut.restore()
-            packed = self._contents.pack()
+            packed = self._ranks.each("reading the state", self._contents.pack)
             self._remove([each for each in present if each >= step])
             if step <= self._ledger.confirmed:  # of one that was removed
                 self._change(confirmed=step - 1)
@@ -187,7 +187,7 @@ class Recovery:
             self._remove([step for step in self._listed() if step > pending])
             before = pending if before is None else min(before, pending)
         step, content = self._newest(before)
-        self._contents.unpack(content)
+        self._ranks.each("loading the state", lambda: self._contents.unpack(content))
         self._step, self._handled, self._stored = step, False, step
         self._set_scale()
         if pending is not None:
