@@ -6,7 +6,8 @@
 
 `handle` without an event: under 20 us a step. For a model with AdamW of 1 to 50 million parameters
 (times 12 bytes): `stall`, how long an asynchronous save keeps the loop from going on, has to be
-less than `copy`, a copy of the state to the host's memory; `write` is how long after that the
+less than `copy`, a copy of the state to the host's memory, from 100 MB on (below, the millisecond
+that lists and names take is more than the copy); `write` is how long after that the
 checkpoint is on disk; `sync` is a save that is not asynchronous; `load` restores, checksums
 verified. Rounds are interleaved; the second save is the first that counts, since the buffers of the
 first are used again.
@@ -31,6 +32,7 @@ from fastclip.monitor import Recovery
 
 WIDTHS = {1: 1000, 10: 3162, 50: 7071}  # of a square layer with so many million parameters
 TARGET_US = 20.0
+LARGE_MB = 100
 CALLS = 10_000
 COLUMNS = ("copy", "stall", "write", "sync", "load")
 
@@ -76,19 +78,17 @@ def save_ms(folder: Path, width: int, device: str, rounds: int) -> dict[str, flo
         copies = [tensor.to("cpu", copy=True) for tensor in tensors.values()]
         assert len(copies) == len(tensors)
 
-    def save(recovery: Recovery) -> None:
-        recovery._stored = None  # as after a step
-        recovery.save()
-
-    times: dict[str, list[float]] = {
-        name: [] for name in ("copy", "stall", "write", "sync", "load")
-    }
-    for _ in range(rounds + 1):
+    times: dict[str, list[float]] = {name: [] for name in COLUMNS}
+    for step in range(1, rounds + 2):
+        for recovery in kinds.values():
+            recovery._step = step  # as if it had been taken
         times["copy"].append(seconds(copy))
-        times["stall"].append(seconds(lambda: save(kinds["async"])))
+        times["stall"].append(seconds(kinds["async"].save))
         times["write"].append(seconds(kinds["async"]._store.wait))
-        times["sync"].append(seconds(lambda: save(kinds["sync"])))
-        times["load"].append(seconds(kinds["sync"].restore))
+        times["sync"].append(seconds(kinds["sync"].save))
+        for recovery in kinds.values():
+            recovery._store.remove([step - 1])
+    times["load"] = [seconds(kinds["sync"].restore) for _ in range(3)]
     size = sum(tensor.nbytes for tensor in tensors.values())
     middle = {name: statistics.median(taken[1:]) * 1e3 for name, taken in times.items()}
     return {"mb": size / 1e6, **middle}
@@ -122,7 +122,7 @@ def main() -> int:
         print(f"warning: other programs kept {busy:.2f} cores busy", file=sys.stderr)
     if arguments.csv:
         _write(arguments.csv, [{"handle_us": us, **row} for row in rows], busy)
-    missed = us > TARGET_US or any(row["stall"] >= row["copy"] for row in rows)
+    missed = us > TARGET_US or any(r["stall"] >= r["copy"] for r in rows if r["mb"] >= LARGE_MB)
     return int(arguments.check and missed)
 
 
