@@ -67,11 +67,16 @@ if TYPE_CHECKING:
     from fastclip.monitor.telemetry import Telemetry as Telemetry
     from fastclip.monitor.watches.activations import ActivationWatch as ActivationWatch
     from fastclip.monitor.watches.parameters import ParameterWatch as ParameterWatch
+    from fastclip.monitor.recovery import Checkpoint as Checkpoint
+    from fastclip.monitor.recovery import Recovery as Recovery
+    from fastclip.monitor.recovery import Rollback as Rollback
+    from fastclip.monitor.recovery import RollbackPolicy as RollbackPolicy
 
 __all__ = [
     "JSONL",
     "ActivationWatch",
     "Calibration",
+    "Checkpoint",
     "ClipRate",
     "Console",
     "Detector",
@@ -87,7 +92,10 @@ __all__ = [
     "NonFiniteOrigin",
     "ParameterWatch",
     "PrecisionReport",
+    "Recovery",
     "RobustSpike",
+    "Rollback",
+    "RollbackPolicy",
     "Sink",
     "Spike",
     "StepRecord",
@@ -124,6 +132,14 @@ _MODULES = {
     "telemetry": ("Telemetry",),
     "watches.activations": ("ActivationWatch",),
     "watches.parameters": ("ParameterWatch",),
+_HOME = {
+    **dict.fromkeys(("Calibration", "suggest_max_norm"), "calibration"),
+    **dict.fromkeys(("ClipRate", "LossScaleDrop", "NonFinite", "RobustSpike"), "detectors"),
+    **dict.fromkeys(("Drift", "Spike", "Sustained", "Detector", "default_detectors"), "detectors"),
+    **dict.fromkeys(("Event", "LayerRow", "StepRecord"), "records"),
+    **dict.fromkeys(("Monitor", "Sink"), "monitor"),
+    **dict.fromkeys(("Checkpoint", "Recovery", "Rollback", "RollbackPolicy"), "recovery"),
+    "JSONL": "log",
 }
 _HOME = {name: module for module, names in _MODULES.items() for name in names}
 
