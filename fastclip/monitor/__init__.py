@@ -60,6 +60,10 @@ if TYPE_CHECKING:
     from fastclip.monitor.records import Event as Event
     from fastclip.monitor.records import LayerRow as LayerRow
     from fastclip.monitor.records import StepRecord as StepRecord
+    from fastclip.monitor.recovery import Checkpoint as Checkpoint
+    from fastclip.monitor.recovery import Recovery as Recovery
+    from fastclip.monitor.recovery import Rollback as Rollback
+    from fastclip.monitor.recovery import RollbackPolicy as RollbackPolicy
     from fastclip.monitor.sinks.console import Console as Console
     from fastclip.monitor.sinks.mlflow import MLflow as MLflow
     from fastclip.monitor.sinks.tensorboard import TensorBoard as TensorBoard
@@ -67,10 +71,6 @@ if TYPE_CHECKING:
     from fastclip.monitor.telemetry import Telemetry as Telemetry
     from fastclip.monitor.watches.activations import ActivationWatch as ActivationWatch
     from fastclip.monitor.watches.parameters import ParameterWatch as ParameterWatch
-    from fastclip.monitor.recovery import Checkpoint as Checkpoint
-    from fastclip.monitor.recovery import Recovery as Recovery
-    from fastclip.monitor.recovery import Rollback as Rollback
-    from fastclip.monitor.recovery import RollbackPolicy as RollbackPolicy
 
 __all__ = [
     "JSONL",
@@ -125,6 +125,7 @@ _MODULES = {
     "monitor": ("Monitor", "Sink"),
     "observed": ("Watch",),
     "records": ("Event", "LayerRow", "StepRecord"),
+    "recovery": ("Checkpoint", "Recovery", "Rollback", "RollbackPolicy"),
     "sinks.console": ("Console",),
     "sinks.mlflow": ("MLflow",),
     "sinks.tensorboard": ("TensorBoard",),
@@ -132,14 +133,6 @@ _MODULES = {
     "telemetry": ("Telemetry",),
     "watches.activations": ("ActivationWatch",),
     "watches.parameters": ("ParameterWatch",),
-_HOME = {
-    **dict.fromkeys(("Calibration", "suggest_max_norm"), "calibration"),
-    **dict.fromkeys(("ClipRate", "LossScaleDrop", "NonFinite", "RobustSpike"), "detectors"),
-    **dict.fromkeys(("Drift", "Spike", "Sustained", "Detector", "default_detectors"), "detectors"),
-    **dict.fromkeys(("Event", "LayerRow", "StepRecord"), "records"),
-    **dict.fromkeys(("Monitor", "Sink"), "monitor"),
-    **dict.fromkeys(("Checkpoint", "Recovery", "Rollback", "RollbackPolicy"), "recovery"),
-    "JSONL": "log",
 }
 _HOME = {name: module for module, names in _MODULES.items() for name in names}
 
