@@ -90,6 +90,7 @@ class Recovery:
         self._step: int | None = None  # the next one, or the one that is going on
         self._handled = False  # whether this step's update is in the state, as far as known
         self._stored: int | None = None  # the checkpoint that the state is, bit for bit
+        self._own: int | None = None  # the newest checkpoint of this attempt
         self._waiting: list[int] = []  # checkpoints that are not confirmed, ascending
         self.lr_scale = 1.0
 
@@ -150,7 +151,8 @@ class Recovery:
         """Write a checkpoint now. In the loop's body it is one of this step before `handle` is
         called, and of the next step after.
 
-        Checkpoints of this step and of later ones are of an abandoned attempt and removed.
+        Checkpoints of later steps than the newest of this attempt are of an abandoned one and
+        removed.
         `TypeError` names what in the state is no plain data; `OSError`, if the files cannot be
         written, leaves the earlier checkpoints as they were.
         """
@@ -168,12 +170,13 @@ class Recovery:
         if self._stored != step or step not in present:
             self._contents.cut.restore()
             packed = self._ranks.each("reading the state", self._contents.pack)
-            self._remove([each for each in present if each >= step])
-            if step <= self._ledger.confirmed:  # of one that was removed
-                self._change(confirmed=step - 1)
+            kept = [each for each in present if each < step and each <= self._last()]
+            self._remove(present[len(kept) :])
+            if self._ledger.confirmed > (newest := max(kept, default=-1)):  # one that was removed
+                self._change(confirmed=newest)
             self._store.save(step, packed, asynchronous=self._asynchronous)
-            self._stored = step
-            self._waiting = [each for each in self._waiting if each < step] + [step]
+            self._stored = self._own = step
+            self._waiting = [each for each in kept if each > self._ledger.confirmed] + [step]
         return self._checkpoint(step)
 
     def restore(self, before: int | None = None) -> int:
@@ -181,6 +184,8 @@ class Recovery:
 
         Gradients are set to None, as in a new process. `RuntimeError` if there is none.
         """
+        for each in self._monitors:
+            each.flush()  # the events are of the attempt that ends here
         pending = self._ledger.pending
         if pending is not None:
             self._store.wait()
@@ -188,7 +193,8 @@ class Recovery:
             before = pending if before is None else min(before, pending)
         step, content = self._newest(before)
         self._ranks.each("loading the state", lambda: self._contents.unpack(content))
-        self._step, self._handled, self._stored = step, False, step
+        self._step, self._handled = step, False
+        self._stored = self._own = step
         self._set_scale()
         if pending is not None:
             self._change(pending=None)
@@ -221,12 +227,12 @@ class Recovery:
                     f"{self._ledger.path} is missing: it has the skipped batches and the rollbacks "
                     "of the run whose checkpoints are beside it"
                 )
-            self.restore(self._stored)
+            self.restore(self._own)
         else:
             self._start()
 
     def _start(self) -> None:
-        self._step, self._handled = 0, False
+        self._step, self._handled, self._own = 0, False, -1
         self._change()
 
     def _ready(self, stop: int) -> bool:
@@ -273,7 +279,7 @@ class Recovery:
 
     def _target(self, step: int, onset: int) -> int:
         self._store.wait()
-        newest = min(onset - self.policy.before, self._ledger.confirmed)
+        newest = min(onset - self.policy.before, self._ledger.confirmed, self._last())
         for each in reversed(self._listed()):
             if each <= newest or each == 0:
                 if self._intact(each, self._store.verify):
@@ -286,7 +292,8 @@ class Recovery:
 
     def _confirm(self) -> None:
         """Confirm what has come far enough, and let go of what is then too old."""
-        limit = self._now() - self.policy.confirm
+        unseen = max((len(each.telemetry) for each in self._monitors), default=0)  # steps
+        limit = min(self._now() - unseen - self.policy.confirm, self._last())
         good = [step for step in self._waiting if step <= limit]
         if not good:
             return
@@ -343,6 +350,10 @@ class Recovery:
     def _now(self) -> int:
         assert self._step is not None
         return self._step
+
+    def _last(self) -> int:
+        assert self._own is not None
+        return self._own
 
     def _set_scale(self) -> None:
         self.lr_scale = self.policy.lr_scale if self._ledger.cut(self._now()) else 1.0

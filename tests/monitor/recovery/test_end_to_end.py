@@ -8,8 +8,9 @@ import torch
 from torch import nn
 
 from fastclip import GradClipper
-from fastclip.monitor import JSONL, Monitor, Recovery, RollbackPolicy
+from fastclip.monitor import JSONL, Event, Monitor, Recovery, RollbackPolicy, StepRecord, Telemetry
 from fastclip.monitor.detectors import Sustained
+from tests.monitor.recovery.making import Tally
 
 STEPS = 400
 TARGET = 3.0
@@ -62,3 +63,61 @@ def test_one_pass_over_the_log_finds_the_same(tmp_path: Path) -> None:
     train(tmp_path, range(250, 254))
     events = Monitor([Sustained()]).replay(tmp_path / "run.jsonl")
     assert events[0].onset == 250
+
+
+class At:
+    """A detector that knows which batches are poisoned, and when it began."""
+
+    kind, metric = "at", "loss"
+
+    def __init__(self, poisoned: dict[int, int]) -> None:
+        self.poisoned = poisoned  # batch: onset
+
+    def init(self) -> None: ...
+
+    def __call__(self, state: None, record: StepRecord) -> tuple[None, list[Event]]:
+        if (onset := self.poisoned.get(record.batch or 0)) is None:
+            return None, []
+        event = Event(record.step, "at", "critical", "loss", 1.0, onset=onset, message="poisoned")
+        return None, [event]
+
+
+@pytest.mark.parametrize("lag", [0, 2, 5])
+def test_how_late_a_record_comes_changes_no_decision(tmp_path: Path, lag: int) -> None:
+    """The checkpoint of step 10 is good once the steps 10 to 14 were judged, and 14 is at fault."""
+    monitor, tally = Monitor([At({14: 12})], telemetry=Telemetry(lag)), Tally()
+    policy = RollbackPolicy(confirm=5)
+    each = Recovery(tmp_path, {"monitor": monitor, "tally": tally}, policy, every=10)
+    good: dict[int, int] = {}  # the first step at which each was confirmed
+    for step, batch in each.steps(40):
+        tally.batches.append(batch)
+        for checkpoint in each.checkpoints:
+            if checkpoint.confirmed:
+                good.setdefault(checkpoint.step, step)
+        each.handle(monitor.observe(step=step, loss=1.0, batch=batch))
+    assert each.rollbacks == [(14, 12, 0, (11, 12, 13, 14))]
+    assert tally.batches[:12] == [*range(11), 15]
+    assert good[10] == 15 + lag
+
+
+def test_events_of_an_attempt_that_was_given_up(tmp_path: Path) -> None:
+    """The record of step 3 is on its way when the loop's body raises, and when it is rolled back:
+    what is found in it later is not held against the step 3 that comes then."""
+    monitor, tally = Monitor([At({3: 3})], telemetry=Telemetry(1)), Tally()
+    policy = RollbackPolicy(confirm=0, before=0)
+    each = Recovery(tmp_path, {"monitor": monitor, "tally": tally}, policy, every=1)
+
+    def train() -> None:
+        for step, batch in each.steps(8):
+            tally.batches.append(batch)
+            each.handle(monitor.observe(step=step, loss=1.0, batch=batch))
+            if (step, batch) == (3, 3) and not raised:
+                raised.append(step)
+                raise ZeroDivisionError
+
+    raised: list[int] = []
+    with pytest.raises(ZeroDivisionError):
+        train()
+    train()
+    assert each.rollbacks == [(3, 3, 3, (3,))]
+    assert tally.batches == [0, 1, 2, *range(4, 9)]

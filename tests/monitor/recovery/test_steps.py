@@ -293,6 +293,33 @@ def test_going_on_from_where_one_went_back_to(tmp_path: Path) -> None:
     assert steps_of(each) == [(10, True), (20, True), (30, False)]
 
 
+def test_what_is_newer_is_nothing_to_this_attempt(tmp_path: Path) -> None:
+    """It is no target, nothing to resume from, and gone once this attempt has a checkpoint."""
+    tally = Tally()
+    list(tallied(recovery(tmp_path, tally), tally, 40))
+    each = recovery(tmp_path, tally, RollbackPolicy(confirm=0), every=100)
+    assert each.restore(before=25) == 20
+    for step, _ in each.steps(50):
+        if step == 38:
+            assert each.handle([event(38, 37)])
+            break
+    assert each.rollbacks[0].target == 20
+    steps = each.steps(50)
+    assert [next(steps)[0] for _ in range(4)] == [20, 21, 22, 23]
+    steps.close()  # type: ignore[attr-defined]
+    each = recovery(tmp_path / "b", tally)
+    list(tallied(each, tally, 40))
+    assert each.restore(before=25) == 20
+    steps = each.steps(50)
+    assert [next(steps)[0] for _ in range(3)] == [20, 21, 22]
+    steps.close()  # type: ignore[attr-defined]
+    steps = each.steps(50)
+    assert next(steps)[0] == 20
+    next(steps)
+    each.save()
+    assert steps_of(each) == [(10, True), (20, True), (21, False)]
+
+
 def test_nothing_is_started_anew_beside_checkpoints(tmp_path: Path) -> None:
     tally = Tally()
     with pytest.raises(RuntimeError, match="no intact checkpoint"):
