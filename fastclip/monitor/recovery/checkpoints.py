@@ -7,7 +7,6 @@ another name, brought to the disk and then renamed.
 
 import hashlib
 import json
-import shutil
 import threading
 from ctypes import c_char
 from pathlib import Path
@@ -26,7 +25,8 @@ from fastclip.monitor.recovery.files import (
     UNFINISHED,
     Damaged,
     checksum,
-    remove_folder,
+    remove,
+    remove_whole,
     sync_folder,
     to_json,
     write_synced,
@@ -55,8 +55,9 @@ class Checkpoints:
 
     def steps(self) -> list[int]:
         """Of this rank's view of the disk, ascending."""
-        names = [path.name.removeprefix("step-") for path in self.folder.glob("step-*")]
-        return sorted(int(name) for name in names if name.isdecimal())
+        paths = [path for path in self.folder.glob("step-*") if path.name[5:].isdecimal()]
+        steps = [int(path.name[5:]) for path in paths]
+        return sorted(n for n, path in zip(steps, paths, strict=True) if path == self.path(n))
 
     def save(self, step: int, state: Packed, *, asynchronous: bool = False) -> None:
         """Write a checkpoint; nothing is left of it, and `OSError` raised, if that fails.
@@ -92,7 +93,7 @@ class Checkpoints:
     def remove(self, steps: list[int]) -> None:
         def job() -> None:
             for step in steps:
-                remove_folder(self.path(step))
+                remove_whole(self.path(step))
 
         self._ranks.first("removing checkpoints", job)
 
@@ -173,8 +174,8 @@ class Checkpoints:
             sums = ranks.gather("writing a checkpoint", finish)
             ranks.first("finishing a checkpoint", lambda: self._finish(unfinished, step, sums))
         except Exception as error:
-            if ranks.rank == 0 and unfinished.exists():
-                shutil.rmtree(unfinished)
+            if ranks.rank == 0:
+                remove(unfinished)
             raise OSError(
                 f"the checkpoint of step {step} could not be written to {self.folder}: {error}; "
                 "those from before it are as they were"
@@ -182,7 +183,7 @@ class Checkpoints:
 
     def _make_room(self, unfinished: Path) -> None:
         for left in self.folder.glob(f"step-*{UNFINISHED}"):
-            shutil.rmtree(left)
+            remove(left)
         unfinished.mkdir(parents=True)
 
     def _stored_names(self, tensors: dict[str, Tensor]) -> dict[str, tuple[str, bool]]:
@@ -235,10 +236,7 @@ class Checkpoints:
         about = {"version": VERSION, "step": step, "ranks": self._ranks.size, "files": files}
         write_synced(unfinished / _MANIFEST, to_json(about))
         sync_folder(unfinished)
-        path = self.path(step)
-        if path.exists():
-            remove_folder(path)
-        unfinished.rename(path)
+        unfinished.rename(self.path(step))
         sync_folder(self.folder)
 
 

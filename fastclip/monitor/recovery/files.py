@@ -39,11 +39,20 @@ def sync_folder(path: Path) -> None:
         os.close(folder)
 
 
-def remove_folder(path: Path) -> None:
+def remove_whole(path: Path) -> None:
     """Remove a folder so that it is never found in part under its name."""
     unfinished = path.with_name(path.name + UNFINISHED)
+    remove(unfinished)
     path.rename(unfinished)
-    shutil.rmtree(unfinished)
+    remove(unfinished)
+
+
+def remove(path: Path) -> None:
+    """Whatever is there, if anything is; of a link, not what it points to."""
+    if path.is_symlink() or path.is_file():
+        path.unlink()
+    elif path.exists():
+        shutil.rmtree(path)
 
 
 def checksum(path: Path) -> str:

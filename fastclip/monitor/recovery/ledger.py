@@ -101,7 +101,7 @@ class Ledger:
             return False
         try:
             self._take_up(json.loads(content))
-        except (TypeError, KeyError, ValueError) as error:
+        except (TypeError, KeyError, ValueError, ArithmeticError, RecursionError) as error:
             raise ValueError(
                 f"{self.path}, which has the rollbacks and skipped batches of this run, "
                 f"cannot be used: {error}"
@@ -120,4 +120,5 @@ class Ledger:
             )
             self.rollbacks = (*self.rollbacks, decision)
             self._take_out(decision)
-        self.confirmed, self.pending = int(saved["confirmed"]), saved["pending"]
+        self.confirmed, pending = int(saved["confirmed"]), saved["pending"]
+        self.pending = None if pending is None else int(pending)

@@ -1,6 +1,7 @@
 """From an alarm back to a checkpoint known to be good, and on without the batches at fault."""
 
 import os
+import sys
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from copy import deepcopy
@@ -82,15 +83,17 @@ class Recovery:
         self._asynchronous = asynchronous
         self._ranks = Ranks()
         self._contents = Contents(state, lambda: self.lr_scale)
-        folder = Path(directory)
+        folder = Path(directory).absolute()  # whatever directory the process changes to
         self._store = Checkpoints(folder, self._ranks)
         self._monitors = [each for each in state.values() if isinstance(each, Monitor)]
         self._ledger = Ledger(folder, self._ranks.size)
         self._ranks.gather("reading recovery.json", self._ledger.read)
         self._step: int | None = None  # the next one, or the one that is going on
+        self._going_on = False  # whether it is; not after a `restore` in the loop's body
         self._handled = False  # whether this step's update is in the state, as far as known
         self._stored: int | None = None  # the checkpoint that the state is, bit for bit
         self._own: int | None = None  # the newest checkpoint of this attempt
+        self._loop: object = None  # of the `steps` that is going on
         self._waiting: list[int] = []  # checkpoints that are not confirmed, ascending
         self.lr_scale = 1.0
 
@@ -118,20 +121,28 @@ class Recovery:
         Goes on from the newest intact checkpoint (after `restore`, from the one that it loaded),
         or saves step 0 if there is none. `RuntimeError` if there are some and none is intact.
         Before each checkpoint, and at `stop`, events that a Monitor in the state gives for records
-        still on their way are handled as by `handle`.
+        still on their way are handled as by `handle`. Calling it again ends the loop of before.
         """
+        self._loop = loop = object()
         self._begin()
         self._contents.cut.attach()
         try:
             while self._ready(stop):
                 step = self._now()
-                self._handled, self._stored = False, None
+                self._going_on, self._handled, self._stored = True, False, None
                 self._set_scale()
                 yield step, self._ledger.batch(self._ranks.rank, step)
-                self._step, self._handled = step + 1, False
+                if self._loop is not loop or self._step is None:
+                    why = (
+                        "steps() was called again" if self._loop is not loop else "restore() failed"
+                    )
+                    raise RuntimeError(f"{why}, and this loop cannot go on")
+                self._step = self._now() + self._going_on
+                self._going_on = self._handled = False
         finally:
-            self._contents.cut.detach()
-            self._store.join()
+            if self._loop is loop:
+                self._contents.cut.detach()
+                self._store.join()
 
     def handle(self, events: Iterable[Event]) -> bool:
         """Decide what to do about events; True: this step will be rolled back.
@@ -180,7 +191,8 @@ class Recovery:
         return self._checkpoint(step)
 
     def restore(self, before: int | None = None) -> int:
-        """Load the newest intact checkpoint of a step of at most `before`; its step.
+        """Load the newest intact checkpoint of a step of at most `before`; its step. A loop that is
+        going on goes on from there.
 
         Gradients are set to None, as in a new process. `RuntimeError` if there is none.
         """
@@ -192,8 +204,9 @@ class Recovery:
             self._remove([step for step in self._listed() if step > pending])
             before = pending if before is None else min(before, pending)
         step, content = self._newest(before)
+        self._step = None  # as long as the state is in part another one, it cannot be saved
         self._ranks.each("loading the state", lambda: self._contents.unpack(content))
-        self._step, self._handled = step, False
+        self._step, self._going_on, self._handled = step, False, False
         self._stored = self._own = step
         self._set_scale()
         if pending is not None:
@@ -258,7 +271,8 @@ class Recovery:
     def _decide(self, events: list[Event]) -> None:
         policy, ledger = self.policy, self._ledger
         step = max(event.step for event in events)
-        onset = min(event.step if event.onset is None else event.onset for event in events)
+        onsets = [event.onset for event in events if event.onset is not None]
+        onset = min([event.step for event in events] + onsets)
         used = len(ledger.rollbacks)
         if used >= policy.max_rollbacks:
             raise RuntimeError(
@@ -352,8 +366,7 @@ class Recovery:
         return self._step
 
     def _last(self) -> int:
-        assert self._own is not None
-        return self._own
+        return sys.maxsize if self._own is None else self._own
 
     def _set_scale(self) -> None:
         self.lr_scale = self.policy.lr_scale if self._ledger.cut(self._now()) else 1.0

@@ -42,6 +42,19 @@ def tallied(
         yield step, batch
 
 
+POLICY = RollbackPolicy(confirm=5, lr_steps=8)
+
+
+def recovery(
+    folder: Path, tally: Tally, policy: RollbackPolicy = POLICY, every: int = 10, keep: int = 3
+) -> Recovery:
+    return Recovery(folder, {"tally": tally}, policy, every=every, keep=keep)
+
+
+def steps_of(each: Recovery) -> list[tuple[int, bool]]:
+    return [(checkpoint.step, checkpoint.confirmed) for checkpoint in each.checkpoints]
+
+
 class Run:
     """Training with everything that has state: dropout, buffers, moments, a schedule, a rule."""
 

@@ -177,6 +177,31 @@ def test_what_an_interrupted_save_left_is_removed(folder: Path) -> None:
     assert not [name for name in names(folder) if name.endswith(".tmp")]
 
 
+@pytest.mark.parametrize("left", ["folder", "file", "link"])
+def test_what_is_in_the_way_of_removing_one(folder: Path, tmp_path: Path, left: str) -> None:
+    """A checkpoint is renamed first, to a name that something else may have; and it may have been
+    moved to another disk: then the link goes, and what it points to stays."""
+    moved = tmp_path / "moved"
+    (folder / "step-000000010").rename(moved)
+    (folder / "step-000000010").symlink_to(moved)
+    for step in (10, 15):
+        way = folder / f"step-{step:09d}.tmp"
+        if left == "folder":
+            way.mkdir()
+            (way / "file").touch()
+        elif left == "file":
+            way.touch()
+        else:
+            way.symlink_to(moved)
+    (folder / "step-7").mkdir()  # somebody else's
+    (folder / "step-000000021").touch()
+    with pytest.warns(UserWarning, match="step-000000021: NotADirectoryError"):
+        run = Run(folder, keep=1).advance(25)
+    assert names(folder) == ["recovery.json", NEWEST, "step-000000025", "step-7"]
+    assert names(moved) == FILES
+    assert run.used[0] == (20, 20)
+
+
 @contextmanager
 def files_limited_to(size: int) -> Iterator[None]:
     before = resource.getrlimit(resource.RLIMIT_FSIZE)

@@ -142,6 +142,25 @@ def test_parts_that_are_missing_or_new(tmp_path: Path) -> None:
     assert three.batches == [5]
 
 
+def test_a_state_that_was_loaded_in_part_is_not_saved(tmp_path: Path) -> None:
+    class Refusing(Tally):
+        def load_state_dict(self, state: dict[str, Any]) -> None:
+            raise ZeroDivisionError
+
+    one = Tally()
+    each = Recovery(tmp_path, {"one": one, "two": Refusing()}, every=2)
+    steps = each.steps(5)
+    for _ in range(3):
+        one.batches.append(next(steps)[1])
+    with pytest.raises(ZeroDivisionError):
+        each.restore()
+    assert one.batches == [0, 1]
+    with pytest.raises(RuntimeError, match=r"call steps\(\) or restore\(\) before save"):
+        each.save()
+    with pytest.raises(RuntimeError, match=r"restore\(\) failed, and this loop cannot go on"):
+        next(steps)
+
+
 def test_an_asynchronous_save_is_of_its_moment(tmp_path: Path) -> None:
     """Training goes on, in place, while the checkpoint is being written."""
     model = nn.Linear(700, 700)

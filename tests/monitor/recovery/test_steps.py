@@ -6,19 +6,7 @@ from pathlib import Path
 import pytest
 
 from fastclip.monitor import Event, Recovery, RollbackPolicy
-from tests.monitor.recovery.making import Tally, event, tallied
-
-POLICY = RollbackPolicy(confirm=5, lr_steps=8)
-
-
-def recovery(
-    folder: Path, tally: Tally, policy: RollbackPolicy = POLICY, every: int = 10, keep: int = 3
-) -> Recovery:
-    return Recovery(folder, {"tally": tally}, policy, every=every, keep=keep)
-
-
-def steps_of(each: Recovery) -> list[tuple[int, bool]]:
-    return [(checkpoint.step, checkpoint.confirmed) for checkpoint in each.checkpoints]
+from tests.monitor.recovery.making import Tally, event, recovery, steps_of, tallied
 
 
 def test_without_events_every_batch_once(tmp_path: Path) -> None:
@@ -259,65 +247,13 @@ def test_confirmed_once_is_confirmed_for_good(tmp_path: Path) -> None:
     assert steps_of(recovery(tmp_path, tally)) == [(0, True), (10, True)]
 
 
-def test_saving_by_hand(tmp_path: Path) -> None:
-    """Before `handle` the update of this step is still to come, after it is there."""
-    tally = Tally()
-    each = recovery(tmp_path, tally)
-    for step, batch in each.steps(20):
-        if step == 3:
-            assert each.save().step == 3
-        tally.batches.append(batch)
-        each.handle([])
-        if step == 6:
-            assert each.save() == (7, tmp_path / "step-000000007", False)
-            break
-    assert [step for step, _ in steps_of(each)] == [0, 3, 7]
-    again = Tally()
-    assert recovery(tmp_path, again).restore(6) == 3
-    assert again.batches == [0, 1, 2]
-    assert recovery(tmp_path, again).restore() == 7
-    assert again.batches == list(range(7))
-
-
-def test_going_on_from_where_one_went_back_to(tmp_path: Path) -> None:
-    """What is newer stays until the run has got to its next checkpoint."""
-    tally = Tally()
-    list(tallied(recovery(tmp_path, tally), tally, 40))
-    each = recovery(tmp_path, tally)
-    assert each.restore(before=25) == 20
-    steps = tallied(each, tally, 40)
-    assert next(steps) == (20, 20)
-    assert [step for step, _ in steps_of(each)] == [10, 20, 30, 40]
-    seen = [next(steps) for _ in range(10)]
-    assert seen[-1] == (30, 30)
-    assert steps_of(each) == [(10, True), (20, True), (30, False)]
-
-
-def test_what_is_newer_is_nothing_to_this_attempt(tmp_path: Path) -> None:
-    """It is no target, nothing to resume from, and gone once this attempt has a checkpoint."""
-    tally = Tally()
-    list(tallied(recovery(tmp_path, tally), tally, 40))
-    each = recovery(tmp_path, tally, RollbackPolicy(confirm=0), every=100)
-    assert each.restore(before=25) == 20
-    for step, _ in each.steps(50):
-        if step == 38:
-            assert each.handle([event(38, 37)])
-            break
-    assert each.rollbacks[0].target == 20
-    steps = each.steps(50)
-    assert [next(steps)[0] for _ in range(4)] == [20, 21, 22, 23]
-    steps.close()  # type: ignore[attr-defined]
-    each = recovery(tmp_path / "b", tally)
-    list(tallied(each, tally, 40))
-    assert each.restore(before=25) == 20
-    steps = each.steps(50)
-    assert [next(steps)[0] for _ in range(3)] == [20, 21, 22]
-    steps.close()  # type: ignore[attr-defined]
-    steps = each.steps(50)
-    assert next(steps)[0] == 20
-    next(steps)
-    each.save()
-    assert steps_of(each) == [(10, True), (20, True), (21, False)]
+def test_an_onset_after_the_alarm_counts_as_the_alarm(tmp_path: Path) -> None:
+    """Events come from anybody's detectors."""
+    each = recovery(tmp_path, Tally(), RollbackPolicy(confirm=0), every=2)
+    steps = each.steps(9)
+    assert [next(steps)[0] for _ in range(4)] == [0, 1, 2, 3]
+    assert each.handle([event(1, 7)])
+    assert each.rollbacks == [(1, 1, 0, (0, 1))]
 
 
 def test_nothing_is_started_anew_beside_checkpoints(tmp_path: Path) -> None:
@@ -337,9 +273,14 @@ def test_nothing_is_started_anew_beside_checkpoints(tmp_path: Path) -> None:
     ledger.write_bytes(content[:30])
     with pytest.raises(ValueError, match=r"recovery.json, which has .* cannot be used"):
         recovery(tmp_path, tally)
-    ledger.write_text(json.dumps(json.loads(content) | {"version": 9}))
-    with pytest.raises(ValueError, match="version 9, where 1 is known"):
-        recovery(tmp_path, tally)
+    for fields, said in (
+        ({"version": 9}, "version 9, where 1 is known"),
+        ({"pending": "x"}, "cannot be used: invalid literal"),
+        ({"confirmed": 1e400}, "cannot be used: cannot convert float infinity"),
+    ):
+        ledger.write_text(json.dumps(json.loads(content) | fields))
+        with pytest.raises(ValueError, match=said):
+            recovery(tmp_path, tally)
 
 
 @pytest.mark.parametrize(
