@@ -4,8 +4,8 @@
     python examples/train.py --out runs/first --steps 800 --resume
     fastclip report runs/first/run.jsonl             # makes runs/first/run.html
 
-The text is the reference manual that comes with Python. Lines marked `fastclip` are all that it adds
-to the loop; docs/monitoring.md explains them.
+The text is the reference manual that comes with Python. Lines marked `fastclip` are all that it
+adds to the loop; docs/monitoring.md explains them.
 """
 
 import argparse

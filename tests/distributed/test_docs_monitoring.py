@@ -25,7 +25,7 @@ def watched(folder: str) -> tuple[dict[str, Any], list[float], list[str]]:
             exec(BLOCKS[0], names)
             exec(BLOCK, names)
         dist.barrier()
-        files = sorted(os.listdir())
+        files = sorted(path.name for path in Path().iterdir())
     finally:
         os.chdir(before)
     numbers = [names[name].item() for name in ("mean", "largest")]
