@@ -27,8 +27,10 @@ pytestmark = pytest.mark.slow
 def train(out: Path, steps: int, *options: str) -> None:
     """As a user runs it, on one thread: sums of several are not the same bits every time."""
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
-    command = [sys.executable, "-W", "error", SCRIPT, "--out", out, "--steps", str(steps), *options]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300)
+    command = [sys.executable, "-W", "error", str(SCRIPT), "--out", str(out), "--steps", str(steps)]
+    done = subprocess.run(
+        [*command, *options], env=environment, capture_output=True, text=True, timeout=300
+    )
     assert done.returncode == 0, done.stderr
     assert "warn" not in done.stdout
     assert done.stdout.endswith(f"now: fastclip report {out / 'run.jsonl'}\n")
@@ -53,8 +55,9 @@ def test_the_log_has_every_step(whole: Path) -> None:
     records = list(JSONL(whole / "run.jsonl"))
     assert [record.step for record in records] == list(range(STEPS))
     assert [record.batch for record in records] == list(range(STEPS))
-    losses = [record.loss for record in records]
-    assert all(loss is not None and math.isfinite(loss) for loss in losses)
+    losses = [record.loss for record in records if record.loss is not None]
+    assert len(losses) == STEPS
+    assert all(map(math.isfinite, losses))
     assert statistics.fmean(losses[-20:]) < 0.7 * statistics.fmean(losses[:20])  # 2.6 and 4.1
     assert [r.step for r in records if r.val_loss is not None] == [99]
     for record in records:
