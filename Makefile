@@ -7,7 +7,7 @@ PY := $(VENV)/bin/python
 PIP := $(PY) -m pip install --quiet --disable-pip-version-check --constraint constraints.txt
 CXX_FILES = find csrc tests -type f '(' -name '*.cpp' -o -name '*.h' -o -name '*.cu' -o -name '*.cuh' ')'
 
-.PHONY: demo test lint bench bench-peers bench-scaling bench-training bench-distributed bench-plan plots gate test-triton-oldest test-torches test-gpu bench-gpu coverage format clean
+.PHONY: demo test chromium lint bench bench-peers bench-scaling bench-training bench-distributed bench-plan bench-recovery bench-telemetry bench-watches plots gate test-triton-oldest test-torches test-gpu bench-gpu coverage format clean
 
 demo: $(VENV)/.installed
 	$(PY) -m fastclip demo
@@ -19,6 +19,10 @@ SHARED = OMP_WAIT_POLICY=passive $(PY) -m pytest -m 'not alone' -n $(WORKERS) --
 ALONE = $(PY) -m pytest -m alone
 test: $(VENV)/.installed
 	$(SHARED); shared=$$?; $(ALONE) && exit $$shared
+
+# The browser for the tests of the report's page, which are skipped without it.
+chromium:
+	tools/chromium.sh
 
 lint: $(VENV)/.installed
 	$(PY) -m ruff check .
@@ -63,6 +67,14 @@ bench-training: $(VENV)/.installed
 
 bench-plan: $(VENV)/.installed
 	$(PY) -m benchmarks.plan
+
+bench-telemetry: $(VENV)/.installed
+	$(PY) -m benchmarks.telemetry
+
+bench-watches: $(VENV)/.installed
+	$(PY) -m benchmarks.watches
+bench-recovery: $(VENV)/.installed
+	$(PY) -m benchmarks.recovery
 
 bench-distributed: $(VENV)/.installed
 	$(PY) -m benchmarks.distributed

@@ -22,6 +22,8 @@ COMMANDS = {
     "bench": "how fast fastclip clips on this machine, beside everybody else who is installed",
     "replay": "the log of a run through the default detectors: what happened, and when it began",
     "calibrate": "a clipping threshold from the log of a healthy run",
+    "diagnose": "the log of a run: symptom, boundary, what to do, and how to see that it helped",
+    "report": "the log of a run, or of two beside each other, as one page to look at",
 }
 
 LOG: tuple[str, dict[str, Any]] = ("log", {"metavar": "LOG", "help": "a log in JSONL"})
@@ -59,6 +61,22 @@ ARGUMENTS: dict[str, list[tuple[str, dict[str, Any]]]] = {
                 "default": 0.01,
                 "metavar": "R",
                 "help": "the share of steps to clip (default: %(default)s)",
+            },
+        ),
+    ],
+    "diagnose": [
+        LOG,
+        ("--baseline", {"metavar": "GOOD", "help": "the log of a healthy run, to compare with"}),
+    ],
+    "report": [
+        LOG,
+        ("other", {"nargs": "?", "metavar": "LOG2", "help": "the log of a run to compare with"}),
+        (
+            "-o",
+            {
+                "dest": "output",
+                "metavar": "FILE",
+                "help": "the page (default: beside LOG, with the ending .html)",
             },
         ),
     ],

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
-FOLDERS = ("fastclip", "csrc", "tests", "benchmarks", "tools")
+FOLDERS = ("fastclip", "csrc", "tests", "benchmarks", "examples", "tools")
 SUFFIXES = (".py", ".cpp", ".h", ".cu", ".cuh")
 FILE_LINES = 400
 FUNCTION_LINES = 50

@@ -32,17 +32,33 @@ class Bands:
         return ((EMPTY, 0),) * len(WATCHED), None
 
     def __call__(self, state: State, record: StepRecord) -> tuple[State, tuple[int, str] | None]:
+        state, _ = self.judge(state, record)
+        excursion = state[1]
+        return state, excursion and excursion[:2]
+
+    def judge(self, state: State, record: StepRecord) -> tuple[State, tuple[str, ...]]:
+        """The state after `record`, and the metrics that are outside their bands in it."""
         bands, excursion = list(state[0]), state[1]
-        left = None  # the first metric outside its band
+        left: tuple[str, ...] = ()
         for place, metric in enumerate(WATCHED):
             value = getattr(record, metric)
             if value is None:
                 continue
             bands[place], outside = _judged(self._windows[place], bands[place], value)
-            if outside and left is None:
-                left = metric
-        excursion = _continued(excursion, record.step, left)
-        return (tuple(bands), excursion), excursion and excursion[:2]
+            if outside:
+                left = (*left, metric)
+        excursion = _continued(excursion, record.step, left[0] if left else None)
+        return (tuple(bands), excursion), left
+
+
+def require_bands(state: object) -> None:
+    """`ValueError` for what is no `State`, such as one with bands of other metrics."""
+    if not (isinstance(state, tuple | list) and len(state) == 2):
+        raise ValueError(f"a state of the bands has two parts, got {state!r:.80}")
+    bands = state[0]
+    if not isinstance(bands, tuple | list) or len(bands) != len(WATCHED):
+        names = ", ".join(WATCHED)
+        raise ValueError(f"a state of the bands has one for each of {names}, got {bands!r:.80}")
 
 
 def _judged(windows: Ordered, band: Band, value: float) -> tuple[Band, bool]:

@@ -33,12 +33,13 @@ def suggest_max_norm(norms: Iterable[float | None], clip_rate: float = 0.01) -> 
     >>> suggest_max_norm(record.grad_norm for record in JSONL("run.jsonl")).max_norm
 
     `norms`: gradient norms before clipping, in the order of the steps; missing and non-finite ones
-    are left out. Raises `ValueError` for a `clip_rate` outside (0, 1), and for fewer than
-    ``10 / clip_rate`` norms: a share of them cannot be told from chance.
+    are left out. Those of a warm-up count like all others: better leave them out as well. Raises
+    `ValueError` for a `clip_rate` outside (0, 1), and for fewer than ``10 / clip_rate`` norms: a
+    share of them cannot be told from chance.
     """
     require("clip_rate", clip_rate, "a share over 0 and under 1", lambda x: 0 < x < 1)
     kept = _usable(norms)
-    needed = math.ceil(FEWEST_CLIPPED / clip_rate)
+    needed = math.ceil(min(FEWEST_CLIPPED / clip_rate, 1e18))  # no run is longer than that
     if len(kept) < needed:
         raise ValueError(
             f"a clip rate of {clip_rate:g} needs at least {needed} gradient norms, got {len(kept)}"
@@ -69,7 +70,7 @@ def clip_rates(norms: Iterable[float | None]) -> list[tuple[float, float]]:
 
 
 def _usable(norms: Iterable[float | None]) -> list[float]:
-    return [norm for norm in norms if norm is not None and math.isfinite(norm)]
+    return [float(norm) for norm in norms if norm is not None and math.isfinite(norm)]
 
 
 def _share_above(ordered: Sequence[float], max_norm: float) -> float:

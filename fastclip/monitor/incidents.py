@@ -32,27 +32,38 @@ def incidents(events: Iterable[Event], gap: float) -> list[Incident]:
     """
     found: list[Incident] = []
     for event in events:
-        now = found[-1] if found else None
-        begun = event.step - gap if event.onset is None else min(event.onset, event.step - gap)
-        if now and begun <= now.last <= event.step:
-            found[-1] = _extended(now, event)
+        new = of_event(event)
+        if found and belongs(new, found[-1], gap):
+            found[-1] = joined(found[-1], new)
         else:
-            found.append(
-                Incident(
-                    *(event.step, event.step, event.onset, event.onset_metric),
-                    *(event.level, (event.kind,), 1, event.message),
-                )
-            )
+            found.append(new)
     return found
 
 
-def _extended(incident: Incident, event: Event) -> Incident:
-    higher = LEVELS.index(event.level) > LEVELS.index(incident.level)
-    known = event.kind in incident.kinds
-    return incident._replace(
-        last=event.step,
-        level=event.level if higher else incident.level,
-        message=event.message if higher else incident.message,
-        kinds=incident.kinds if known else (*incident.kinds, event.kind),
-        events=incident.events + 1,
+def of_event(event: Event) -> Incident:
+    """The incident of one event alone."""
+    return Incident(
+        *(event.step, event.step, event.onset, event.onset_metric),
+        *(event.level, (event.kind,), 1, event.message),
+    )
+
+
+def belongs(new: Incident, before: Incident, gap: float) -> bool:
+    """Whether `new` is part of the incident before it.
+
+    Merging with a small gap first, and the result with a larger one, gives what the larger one
+    gives at once.
+    """
+    begun = new.first - gap if new.onset is None else min(new.onset, new.first - gap)
+    return begun <= before.last <= new.first
+
+
+def joined(before: Incident, new: Incident) -> Incident:
+    higher = LEVELS.index(new.level) > LEVELS.index(before.level)
+    return before._replace(
+        last=new.last,
+        level=new.level if higher else before.level,
+        message=new.message if higher else before.message,
+        kinds=(*before.kinds, *(kind for kind in new.kinds if kind not in before.kinds)),
+        events=before.events + new.events,
     )

@@ -3,15 +3,19 @@
 import math
 import os
 from collections import deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import TYPE_CHECKING, Any, Protocol
 
-from fastclip.monitor.bands import Bands
+from fastclip.monitor.bands import Bands, require_bands
 from fastclip.monitor.detectors import Detector, default_detectors
+from fastclip.monitor.detectors.contract import answer
+from fastclip.monitor.layers import Carriers
 from fastclip.monitor.log import JSONL
-from fastclip.monitor.observed import from_stats, on_host
-from fastclip.monitor.records import NAMES, Event, StepRecord, make_record
+from fastclip.monitor.observed import Watch, given
+from fastclip.monitor.records import Event, StepRecord
+from fastclip.monitor.telemetry import Row, Telemetry
 
 if TYPE_CHECKING:
     from fastclip.stats import GradStats
@@ -24,8 +28,12 @@ _NOTHING = (0, -math.inf)  # attempt and step before any record
 
 
 class Sink(Protocol):
-    """Where records and events go. One that continues what is there already also has
-    ``last() -> StepRecord | None``: the newest record it holds.
+    """Where records and events go. It may also have
+
+    * ``last() -> StepRecord | None``: the newest record it holds, of what it continues;
+    * ``amend(record: StepRecord)``: takes a record that it has already (the same attempt and step),
+      now with rows of layers;
+    * ``close()``: called when the Monitor is closed.
     """
 
     def write(self, record: StepRecord, events: list[Event]) -> None: ...
@@ -34,23 +42,36 @@ class Sink(Protocol):
 class Monitor:
     """Watches a run.
 
-    >>> monitor = Monitor(sinks=[JSONL("run.jsonl")])
-    >>> events = monitor.observe(step=step, loss=loss, stats=stats)
+    >>> with Monitor(sinks=[JSONL("run.jsonl")]) as monitor:
+    ...     events = monitor.observe(step=step, loss=loss, stats=stats)
 
     `detectors`: None means `default_detectors()`, an empty list none. Events of one record come in
     the order of the detectors, each with the onset that the normal bands (`Bands`) tell.
+    `telemetry` says how long numbers on a device are waited for; None means `Telemetry()`. Of each
+    of `watches` what it measured is taken along.
 
     Where the step is not larger than the one before it, a new attempt begins: `attempt` grows by
     one, and detectors and bands take up the state they had before that step. The states of the
     last 2,000 records are kept for that; further back they start empty.
+
+    Leaving the ``with``, by an exception or not, observes what is still being read back from a
+    device and closes the sinks. Without it that is done when the process ends, or by `flush`.
     """
 
     def __init__(
-        self, detectors: Iterable[Detector] | None = None, sinks: Iterable[Sink] = ()
+        self,
+        detectors: Iterable[Detector] | None = None,
+        sinks: Iterable[Sink] = (),
+        *,
+        telemetry: Telemetry | None = None,
+        watches: Iterable[Watch] = (),
     ) -> None:
         self.detectors = tuple(default_detectors() if detectors is None else detectors)
         self.sinks = tuple(sinks)
-        _require_parts(self.detectors, self.sinks)
+        self.watches = tuple(watches)
+        _require_parts(self.detectors, self.sinks, self.watches)
+        if not isinstance(telemetry, Telemetry | None):
+            raise TypeError(f"telemetry must be a Telemetry, got {telemetry!r:.80}")
         self._attempt, self._step = _NOTHING  # of the newest record
         self._logged = _newest(self.sinks)  # the same in the logs that are continued
         self._bands = Bands()
@@ -58,6 +79,25 @@ class Monitor:
         # What the states were after which step. The first entry is from before any.
         self._history: deque[tuple[float, States]] = deque(maxlen=KEPT + 1)
         self._history.append((-math.inf, self._empty()))
+        telemetry = Telemetry() if telemetry is None else telemetry
+        self._carriers = Carriers(telemetry.layers_every, telemetry.layers_before)
+        self._events: list[Event] = []  # found, and not yet returned
+        self._busy = False  # judging or writing a record
+        self._closed = False
+        telemetry.join(self)
+        self.telemetry = telemetry
+
+    def __enter__(self) -> "Monitor":
+        if self._closed:
+            raise RuntimeError("this Monitor is closed, and so are its sinks: make a new one")
+        return self
+
+    def __exit__(self, *raised: object) -> None:
+        self.close()
+
+    def __del__(self) -> None:
+        if hasattr(self, "telemetry") and self.telemetry:  # has rows that would be lost
+            self._drain()
 
     @property
     def attempt(self) -> int:
@@ -65,42 +105,63 @@ class Monitor:
         return max(self._attempt, self._logged[0])
 
     def observe(self, *, step: int, stats: "GradStats | None" = None, **fields: Any) -> list[Event]:
-        """Take in what was measured in a step; its events.
+        """Take in what was measured in a step; the events of the records that are complete by now.
+
+        Without tensors on a device that is this step's record. With some it is the one of two steps
+        before (`Telemetry.lag`), and `Event.step` tells which; events found by `state_dict` and
+        `load_state_dict` since the last call come first.
 
         `fields` are those of `StepRecord`. `stats` fills grad_norm, clip_coef, clipped,
-        nonfinite_count and skipped; a keyword wins over it. Numbers, NumPy scalars and CPU tensors
-        of one element are read at once.
+        nonfinite_count and skipped; what a watch measured wins over it, and a keyword over both.
+        None is as good as missing. `layers` may also be a `LayerTable`. Numbers and NumPy scalars
+        are read at once, tensors as `Telemetry` says.
         """
-        unknown = fields.keys() - NAMES
-        if unknown:
-            raise TypeError(f"a record has no {min(unknown)!r}; its fields are {', '.join(NAMES)}")
-        given = {"step": step, **(from_stats(stats) if stats is not None else {}), **fields}
-        # What is on a device, which on_host refuses, has to wait for its copy between these lines.
-        record = make_record({name: on_host(name, value) for name, value in given.items()})
-        if fields.get("attempt") is None:
-            newest = max(self._step, self._logged[1])
-            record = _in_attempt(record, self.attempt + (record.step <= newest))
-        events = self._judge(record)
-        self._logged = _NOTHING
-        for sink in self.sinks:
-            sink.write(record, events)
-        return events
+        self._require_idle()
+        if self._closed:
+            raise RuntimeError("this Monitor is closed, and so are its sinks: make a new one")
+        self.telemetry.put(given(step, stats, self.watches, fields))
+        while (row := self.telemetry.due()) is not None:
+            self._take(row)
+        return self._found()
 
     def flush(self) -> list[Event]:
-        """Wait for what is still being read back from a device, and observe it; its events."""
-        return []
+        """Wait for what is still being read back from a device, and observe it; its events.
+
+        An error of one record does not hold back those after it.
+        """
+        self._drain()
+        return self._found()
+
+    def close(self) -> None:
+        """Observe what is still being read back, then close the sinks. What `flush` returns after
+        it are the events of that."""
+        self._require_idle()
+        if self._closed:
+            return
+        self._closed = True
+        closing = [sink.close for sink in self.sinks if hasattr(sink, "close")]
+        _call_all(iter([self._drain, *closing]))
 
     def replay(self, log: str | os.PathLike[str] | Iterable[StepRecord]) -> list[Event]:
         """Observe the records of a log, and write them to no sink; their events."""
+        self._drain()
         events: list[Event] = []
         for record in JSONL(log) if isinstance(log, str | os.PathLike) else log:
             # 0 is also what a log says that knows nothing of attempts.
             attempt = record.attempt or self._attempt + (record.step <= self._step)
-            events += self._judge(_in_attempt(record, attempt))
+            record = _in_attempt(record, attempt)
+            found, states = self._judged(record)
+            self._commit(record, states)
+            events += found
         return events
 
     def state_dict(self) -> dict[str, Any]:
-        """What the detectors remember, and where the run is: plain data of bounded size."""
+        """What the detectors remember, and where the run is: plain data of bounded size.
+
+        It is of all steps so far: what is still being read back is observed first, and the next
+        `observe` or `flush` returns the events of that, too.
+        """
+        self._drain()
         bands, *states = self._history[-1][1]
         return {
             "step": None if self._step == -math.inf else self._step,
@@ -113,11 +174,10 @@ class Monitor:
         """Go on from a state; `attempt` never falls, and steps seen here are not forgotten.
 
         Each detector takes up what was saved under its kind and metric; one that was not there
-        starts empty.
+        starts empty. What is still being read back is observed first, as for `state_dict`.
         """
-        missing = {"step", "attempt", "bands", "detectors"} - state.keys()
-        if missing:
-            raise ValueError(f"a state of a Monitor has {min(missing)!r}, got {list(state)!r:.80}")
+        _require_state(state)
+        self._drain()
         saved = state["detectors"]
         pairs = zip(self._keys, self.detectors, strict=True)
         loaded = (state["bands"], *(saved.get(key, d.init()) for key, d in pairs))
@@ -130,21 +190,84 @@ class Monitor:
         self._attempt = max(self._attempt, state["attempt"])
         self._step = max(self._step, step)
 
-    def _judge(self, record: StepRecord) -> list[Event]:
-        """The events of a record; once all are there, the states they leave."""
+    def _drain(self) -> None:
+        """Observe all rows that are queued; an error of one does not hold back the others."""
+        self._require_idle()
+        _call_all(iter([self._take_next] * len(self.telemetry)))
+
+    def _take_next(self) -> None:
+        self._take(self.telemetry.pop())
+
+    def _take(self, row: Row) -> None:
+        """Judge a row that has left the queue, and give it to the sinks."""
+        self._busy = True
+        try:
+            self._judge_and_write(row)
+        finally:
+            self._busy = False
+
+    def _judge_and_write(self, row: Row) -> None:
+        record = self._numbered(row)
+        record = self._carriers.counted(record, row.layers, row.measured)
+        events, states = self._judged(record)
+        amended: list[StepRecord] = []
+        if events and (carrying := self._carriers.of_event(record, row.layers)) is not None:
+            amended = self._carriers.amended()
+            if carrying is not record:  # as a replay of the log will judge it
+                record = carrying
+                events, states = self._judged(record)
+        self._commit(record, states)
+        self._carriers.keep(record, row.layers)
+        self._events += events
+        self._logged = _NOTHING
+        if self.sinks:
+            self._write(record, events, amended)
+
+    def _write(self, record: StepRecord, events: list[Event], amended: list[StepRecord]) -> None:
+        """Give a record to all sinks, whatever one of them raises."""
+        calls: list[Callable[[], object]] = []
+        for sink in self.sinks:
+            calls.append(partial(sink.write, record, events))
+            if amended and hasattr(sink, "amend"):
+                calls += [partial(sink.amend, old) for old in amended]
+        _call_all(iter(calls))
+
+    def _numbered(self, row: Row) -> StepRecord:
+        """The record of a row; of the attempt that now goes on, unless it names one."""
+        record = row.record()
+        if row.numbered:
+            return record
+        newest = max(self._step, self._logged[1])
+        return _in_attempt(record, self.attempt + (record.step <= newest))
+
+    def _found(self) -> list[Event]:
+        """The events that were not yet returned."""
+        events, self._events = self._events, []
+        return events
+
+    def _require_idle(self) -> None:
+        if self._busy:
+            raise RuntimeError(
+                "a detector or a sink called its own Monitor, which is in the middle of a record"
+            )
+
+    def _judged(self, record: StepRecord) -> tuple[list[Event], States]:
+        """The events of a record, and the states it leaves."""
         bands, *states = self._before(record.step)
         bands, onset = self._bands(bands, record)
         events: list[Event] = []
         after = [bands]
         for detector, state in zip(self.detectors, states, strict=True):
-            state, found = detector(state, record)
+            state, found = answer(detector, state, record)
             after.append(state)
             if found:
                 events += [_with_onset(event, onset) for event in found]
+        return events, tuple(after)
+
+    def _commit(self, record: StepRecord, states: States) -> None:
         self._go_back(record.step)
-        self._history.append((record.step, tuple(after)))
+        self._history.append((record.step, states))
         self._attempt, self._step = record.attempt, record.step
-        return events
 
     def _before(self, step: int) -> States:
         """The states before `step`; empty ones if that is longer ago than is kept."""
@@ -160,6 +283,23 @@ class Monitor:
 
     def _empty(self) -> States:
         return (self._bands.init(), *(detector.init() for detector in self.detectors))
+
+
+def _require_state(state: dict[str, Any]) -> None:
+    """`ValueError` or `TypeError` for what is no state of a Monitor with these bands."""
+    if not isinstance(state, dict):
+        raise TypeError(f"a state of a Monitor is a dict, got {state!r:.80}")
+    missing = {"step", "attempt", "bands", "detectors"} - state.keys()
+    if missing:
+        raise ValueError(f"a state of a Monitor has {min(missing)!r}, got {list(state)!r:.80}")
+    step, attempt, saved = state["step"], state["attempt"], state["detectors"]
+    if not isinstance(attempt, int) or not (step is None or isinstance(step, int)):
+        raise TypeError(
+            f"step and attempt of a state are whole numbers, got {step!r:.80} and {attempt!r:.80}"
+        )
+    if not isinstance(saved, dict):
+        raise TypeError(f"the detectors of a state are a dict, got {saved!r:.80}")
+    require_bands(state["bands"])
 
 
 def _newest(sinks: Iterable[Sink]) -> tuple[int, float]:
@@ -179,6 +319,17 @@ def _with_onset(event: Event, onset: tuple[int, str] | None) -> Event:
     return replace(event, onset=step, onset_metric=metric)
 
 
+def _call_all(calls: Iterator[Callable[[], object]]) -> None:
+    """Make all calls, whatever one of them raises: then the last error, with those before as its
+    context."""
+    try:
+        for call in calls:
+            call()
+    except BaseException:
+        _call_all(calls)  # those that are left
+        raise
+
+
 def _keys(detectors: Sequence[Detector]) -> list[str]:
     """Kind, metric and position among those with the same of each detector."""
     names = [
@@ -188,10 +339,15 @@ def _keys(detectors: Sequence[Detector]) -> list[str]:
     return [f"{name}/{names[:place].count(name)}" for place, name in enumerate(names)]
 
 
-def _require_parts(detectors: Sequence[object], sinks: Sequence[object]) -> None:
+def _require_parts(
+    detectors: Sequence[object], sinks: Sequence[object], watches: Sequence[object]
+) -> None:
     for detector in detectors:
         if isinstance(detector, type) or not (callable(detector) and hasattr(detector, "init")):
             raise TypeError(f"a detector has init() and can be called, got {detector!r:.80}")
     for sink in sinks:
         if isinstance(sink, type) or not callable(getattr(sink, "write", None)):
             raise TypeError(f"a sink has write(record, events), got {sink!r:.80}")
+    for watch in watches:
+        if isinstance(watch, type) or not callable(getattr(watch, "take", None)):
+            raise TypeError(f"a watch has take(), got {watch!r:.80}")

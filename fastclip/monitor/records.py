@@ -47,11 +47,12 @@ class StepRecord:
     `update_ratio`      after      norm of the update over that of the parameters before it
     `batch`                        number or description of the batch, of what JSON has
     `attempt`                      rollbacks before this step; (attempt, step) is unique
-    `layers`            see there  one `LayerRow` per layer
+    `layers`            see there  one `LayerRow` per layer; only some records have them
     ==================  =========  =========================================================
 
     The second column says whether a metric is of the model before or after the update of this step:
-    a bad update shows in those from before it one record later.
+    a bad update shows in those from before it one record later. All of a record is of one call of
+    `Monitor.observe`, however much later its numbers came back from a device.
     """
 
     step: int
@@ -75,6 +76,9 @@ class StepRecord:
 @dataclass(frozen=True)
 class Event:
     """What a detector found in the record of `step`.
+
+    Where numbers come from a device, that is not the step at which `Monitor.observe` returns it: a
+    record is judged once it is complete, `Telemetry.lag` steps later.
 
     `kind` is the detector's, `value` is what was judged and `baseline` what against, both in the
     unit of `metric`. `onset` is the first step at which any metric left its normal band, and
@@ -176,7 +180,26 @@ _FIELDS: dict[str, tuple[Callable[[Any], Any], str]] = {
     "attempt": (_count, "a whole number of at least 0"),
     "layers": (_layers, "a sequence of LayerRow"),
 }
+NOT_NUMBERS = frozenset(("batch", "layers"))
+# Of such a type nothing has to be checked, which is most of the time that a check takes.
+AS_IT_IS = {**dict.fromkeys(METRICS, float), "clipped": bool, "skipped": bool, "step": int}
+del AS_IT_IS["nonfinite_count"]
 NAMES = tuple(field.name for field in fields(StepRecord))
+_DEFAULTS = {field.name: field.default for field in fields(StepRecord)}
+
+
+def checked(name: str, value: Any) -> Any:
+    """A field's value on the host, other than None, as a record has it.
+
+    Raises `TypeError` naming the field if it is of the wrong kind.
+    """
+    if type(value) is AS_IT_IS.get(name):
+        return value
+    convert, what = _FIELDS[name]
+    try:
+        return convert(value)
+    except (TypeError, ValueError, OverflowError, KeyError, AttributeError) as error:
+        raise TypeError(f"{name} must be {what}, got {value!r:.80}") from error
 
 
 def make_record(values: Mapping[str, Any]) -> StepRecord:
@@ -184,17 +207,18 @@ def make_record(values: Mapping[str, Any]) -> StepRecord:
 
     Raises `TypeError` naming a field of the wrong kind, or `step` if that is missing.
     """
-    made = {}
-    for name, value in values.items():
-        if value is None:
-            continue
-        convert, what = _FIELDS[name]
-        if convert is not _number or type(value) is not float:
-            try:
-                value = convert(value)
-            except (TypeError, ValueError, OverflowError, KeyError, AttributeError) as error:
-                raise TypeError(f"{name} must be {what}, got {value!r:.80}") from error
-        made[name] = value
+    made = {name: checked(name, value) for name, value in values.items() if value is not None}
     if "step" not in made:
         raise TypeError("a record needs a step")
-    return StepRecord(**made)
+    return unchecked(made)
+
+
+def unchecked(values: Mapping[str, Any]) -> StepRecord:
+    """The record of values that were checked, `step` among them.
+
+    As `StepRecord(**values)`, which sets the fields of a frozen dataclass one by one: 0.5 us, not
+    2.1.
+    """
+    record = object.__new__(StepRecord)
+    vars(record).update(_DEFAULTS, **values)
+    return record

@@ -10,7 +10,10 @@ FLOOR = 1e-3  # the least spread, relative to the median; no smaller deviation i
 def median(values: Sequence[float]) -> float:
     """Of at least one value; of an even number the mean of the two in the middle."""
     half = len(values) // 2
-    return values[half] if len(values) % 2 else (values[half - 1] + values[half]) / 2
+    if len(values) % 2:
+        return values[half]
+    middle = (values[half - 1] + values[half]) / 2
+    return middle if math.isfinite(middle) else values[half - 1] / 2 + values[half] / 2
 
 
 def center(values: Sequence[float], log: bool) -> float:

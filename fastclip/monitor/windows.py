@@ -71,9 +71,10 @@ class _Sliding(Generic[Derived]):
 
     def take(self, window: Window) -> tuple[Window, Derived]:
         """The window, cut to `size`, and what is derived from it."""
-        # The entry holds its window, so no other object can have that id; pop() is one atomic step.
+        # pop() is one atomic step. An entry holds its window, so that no other object has its id;
+        # but the id of an entry that was pickled is that of an object of another process.
         found = self._last.pop(id(window), None)
-        if found is not None:
+        if found is not None and found[0] is window:
             return found
         values = values_of(window)
         if len(values) > self.size:  # of a state saved with a larger size
@@ -94,6 +95,7 @@ class Ordered(_Sliding[list[float]]):
 
     def push(self, window: Window, values: list[float], value: float) -> Window:
         """The window after `value`; `values` become those of it."""
+        value += 0.0  # -0.0 becomes 0.0: as equals, either might be taken out for the other
         full = len(values) == self.size
         if full:
             del values[bisect_left(values, oldest(window))]

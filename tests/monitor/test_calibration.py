@@ -4,6 +4,7 @@ import math
 import random
 from typing import Any
 
+import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -67,10 +68,22 @@ def test_norms_of_zero() -> None:
     assert found.warnings == ("a threshold of 0 makes every gradient 0: most of these norms are 0",)
 
 
+def test_numbers_of_numpy_come_back_as_python_has_them() -> None:
+    found = suggest_max_norm(np.linspace(0, 1, 1001, dtype=np.float32))
+    assert [type(value) for value in found[:4]] == [float, float, int, float]
+    assert found.max_norm == pytest.approx(0.99)
+
+
+def test_the_largest_and_the_smallest_norms() -> None:
+    assert suggest_max_norm([1.7e308, 1.75e308] * 500)[:4] == (1.75e308, 0.0, 1000, 1.0)
+    assert suggest_max_norm([5e-324, 1e-323] * 500)[:4] == (1e-323, 0.0, 1000, 1.0)
+
+
 REFUSED: list[tuple[int, Any, type[Exception], str]] = [
     (999, 0.01, ValueError, "a clip rate of 0.01 needs at least 1000 gradient norms, got 999"),
     (0, 0.5, ValueError, "needs at least 20 gradient norms, got 0"),
     (33, 0.3, ValueError, "needs at least 34 gradient norms, got 33"),
+    (33, 5e-324, ValueError, "needs at least 1000000000000000000 gradient norms, got 33"),
     (5000, 0.0, ValueError, "clip_rate must be a share over 0 and under 1, got 0.0"),
     (5000, 1, ValueError, "clip_rate .*got 1"),
     (5000, -0.1, ValueError, "clip_rate .*got -0.1"),

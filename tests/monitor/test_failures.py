@@ -91,6 +91,64 @@ FAILURES: dict[str, tuple[list[Any], set[str], int, str]] = {
         "val_loss",
     ),
     "nan-loss": ([(AFTER, "loss", math.nan)], {"nonfinite"}, S, "loss"),
+    "one-infinite-loss": ([([S], "loss", math.inf)], {"nonfinite"}, S, "loss"),
+    "nan-gradients": (
+        [
+            ([S], "grad_norm", math.nan),
+            ([S], "nonfinite_count", 3),
+            (range(S + 1, 1200), "loss", math.nan),
+            (range(S + 1, 1200), "grad_norm", math.nan),
+        ],
+        {"nonfinite"},
+        S,
+        "grad_norm",
+    ),
+    "activations-overflow": (
+        [
+            ([S], "activation_max", times(30)),
+            (range(S + 1, 1200), "activation_max", math.inf),
+            (range(S + 3, 1200), "loss", math.inf),
+            (range(S + 4, 1200), "grad_norm", math.nan),
+        ],
+        {"nonfinite"},
+        S + 1,
+        "activation_max",
+    ),
+    "sudden-divergence": (
+        [
+            *(([S + i], "loss", times(1.5**i)) for i in range(2, 40)),
+            *(([S + i], "grad_norm", times(2.0 ** (5 + i))) for i in range(40)),
+            (range(S + 40, 1200), "loss", times(1e6)),
+            (range(S + 40, 1200), "grad_norm", times(1e9)),
+        ],
+        {"robust_spike", "spike", "sustained", "drift"},
+        S,
+        "grad_norm",
+    ),
+    "learning-rate": (
+        [
+            (AFTER, "lr", times(100)),
+            (AFTER, "update_ratio", times(100)),
+            (range(S + 1, 1200), "loss", times(4)),
+            (range(S + 2, 1200), "param_norm", times(1.5)),
+            (range(S + 2, 1200), "grad_norm", times(15)),
+        ],
+        {"robust_spike", "spike", "sustained", "drift"},
+        S + 1,
+        "update_ratio",
+    ),
+    "dying-loss-scale": (
+        [
+            *(([S + i], "loss_scale", 2.0 ** (15 - i)) for i in range(16)),
+            (range(S + 16, 1200), "loss_scale", 1.0),
+            (AFTER, "nonfinite_count", 9),
+            (AFTER, "grad_norm", math.inf),
+            (AFTER, "skipped", True),
+        ],
+        {"nonfinite", "loss_scale_drop"},
+        S,
+        "grad_norm",
+    ),
     "overflowing-gradients": (
         [
             (range(S, S + 5), "loss_scale", lambda x: x / 2),
@@ -125,7 +183,9 @@ def test_levels_of_a_divergence_and_of_skipped_steps() -> None:
 
     assert highest("sustained") == "critical"
     assert highest("nan-loss") == "critical"
+    assert highest("nan-gradients") == "critical"
     assert highest("overflowing-gradients") == "warn"
+    assert highest("dying-loss-scale") == "warn"
     assert highest("isolated-spike") == "warn"
 
 
@@ -149,3 +209,36 @@ def test_most_steps_clipped() -> None:
     before = sum(bool(record.clipped) for record in records[first.step - 99 : first.step + 1])
     assert (first.value, before) == (0.51, 51)
     assert (first.onset, first.onset_metric) == (first.step, "clipped")
+
+
+def test_a_loss_scale_that_falls_without_a_word_of_the_gradients() -> None:
+    """Scales alone have no band: the onset is the drop that was one too many."""
+    falls = (([S + 20 * i], "loss_scale", 2.0 ** (15 - i)) for i in range(4))
+    records = changed(healthy(1200), *falls)
+    for i in range(4):
+        records = changed(
+            records, (range(S + 20 * i, S + 20 * i + 20), "loss_scale", 2.0 ** (15 - i))
+        )
+    events = Monitor().replay(records)
+    assert [(e.step, e.kind, e.onset, e.onset_metric) for e in events] == [
+        (S + 20 * i, "loss_scale_drop", S + 20 * i, "loss_scale") for i in (2, 3)
+    ]
+
+
+def test_validation_that_goes_its_own_way() -> None:
+    """The defaults judge the training loss, which is fine; a detector of `val_loss` sees it."""
+    rising = (
+        ([step], "val_loss", times(1.04 ** ((step - 1450) / 50))) for step in range(1500, 3000, 50)
+    )
+    records = changed(healthy(3000), *rising)
+    assert Monitor().replay(records) == []
+    events = Monitor([Drift("val_loss", window=5)]).replay(records)
+    # The first median of five over 1.1 times the best is that with the third of 1.04 ** 3 or more.
+    assert [event.step for event in events] == list(range(1700, 3000, 50))
+    assert {event.onset_metric for event in events} == {"val_loss"}
+    # In a log of validations alone an excursion lasts from one to the next.
+    alone = [record for record in healthy(3000) if record.val_loss is not None]
+    worse = changed(alone, (range(30, 60), "val_loss", times(9)))
+    events = Monitor([Drift("val_loss", window=5)]).replay(worse)
+    assert [event.step for event in events] == list(range(1600, 3000, 50))
+    assert {(event.onset, event.onset_metric) for event in events} == {(1500, "val_loss")}

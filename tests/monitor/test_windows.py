@@ -72,6 +72,34 @@ def test_what_is_taken_has_one_owner() -> None:
     assert other == [1.0, 2.0]
 
 
+def test_an_entry_of_another_process_is_not_taken() -> None:
+    """What an object remembers is pickled with it; its windows then live at other addresses, and at
+    the old ones there may be others.
+    """
+    windows = Ordered(5)
+    pushed(windows, pushed(windows, EMPTY, 2.0), 1.0)
+    loaded: Ordered = pickle.loads(pickle.dumps(windows))
+    [entry] = loaded._last.values()
+    other = window_of([7.0, 6.0])
+    loaded._last = {id(other): entry}
+    assert loaded.take(other) == (other, [6.0, 7.0])
+
+
+def test_zeros_of_either_sign_are_the_same() -> None:
+    """Else the median of a resumed window might be -0.0 where it was 0.0."""
+    windows, window = Ordered(3), EMPTY
+    for value in [-0.0, 0.0, 1.0, -0.0, 2.0]:
+        window = pushed(windows, window, value)
+        again: Window = pickle.loads(pickle.dumps(window))
+        assert repr(Ordered(3).take(again)[1]) == repr(windows.take(window)[1])
+    assert repr(values_of(window)) == "[1.0, 0.0, 2.0]"
+
+
+def test_the_median_of_the_largest_numbers_is_finite() -> None:
+    assert robust.median([1.7e308, 1.79e308]) == 1.745e308
+    assert robust.median([-1.7e308, 1.7e308]) == 0.0
+
+
 @pytest.mark.parametrize("smaller", [1, 7, 16, 40])
 def test_a_window_of_a_larger_size_is_cut(smaller: int) -> None:
     stream = [float(7 * i % 50) for i in range(50)]

@@ -1,6 +1,7 @@
 """What a detector is, and what detectors refuse."""
 
 import math
+from collections.abc import Iterable
 from typing import Any, Protocol
 
 from fastclip.checks import require
@@ -20,6 +21,27 @@ class Detector(Protocol):
 
     def __call__(self, state: State, record: StepRecord) -> tuple[State, list[Event]]:
         """The state after `record`, and what there is to say about it."""
+
+
+def answer(detector: Detector, state: State, record: StepRecord) -> tuple[State, list[Event]]:
+    """What a detector makes of a record. `TypeError` naming one that gives anything else."""
+    given: Any = detector(state, record)
+    if not isinstance(given, tuple) or len(given) != 2:
+        raise _wrong_answer(detector, given)
+    after, events = given
+    if not events:
+        return after, []
+    if not isinstance(events, Iterable):
+        raise _wrong_answer(detector, given)
+    events = list(events)
+    if not all(isinstance(event, Event) for event in events):
+        raise _wrong_answer(detector, given)
+    return after, events
+
+
+def _wrong_answer(detector: Detector, given: object) -> TypeError:
+    name = type(detector).__name__
+    return TypeError(f"{name} must return a state and a list of events, returned {given!r:.80}")
 
 
 def require_metric(metric: object) -> None:

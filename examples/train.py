@@ -1,0 +1,179 @@
+"""Train a small GPT on English text, and have the run watched: a complete, ordinary script.
+
+    python examples/train.py --out runs/first        # half a minute on two cores
+    python examples/train.py --out runs/first --steps 800 --resume
+    fastclip report runs/first/run.jsonl             # runs/first/run.html
+
+The text is the reference manual that comes with Python. What fastclip adds to the loop is marked.
+"""
+
+import argparse
+import math
+from collections.abc import Iterator
+from pathlib import Path
+from pydoc_data.topics import topics
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from fastclip import GradClipper
+from fastclip.monitor import JSONL, ActivationWatch, Monitor, ParameterWatch, Telemetry
+
+CONTEXT = 64  # characters
+BATCH = 16
+
+
+class Text:
+    """Characters as numbers, the last tenth of them for validation."""
+
+    def __init__(self) -> None:
+        text = "\n".join(topics[name] for name in sorted(topics))
+        characters = sorted(set(text))
+        number = {character: place for place, character in enumerate(characters)}
+        self.vocabulary = len(characters)
+        data = torch.tensor([number[character] for character in text])
+        self.training, self.validation = data.split([cut := len(data) * 9 // 10, len(data) - cut])
+
+    def batch(self, number: int) -> tuple[Tensor, Tensor]:
+        """Inputs and targets, ``[BATCH, CONTEXT]``: always the same ones under the same number."""
+        return _drawn(self.training, torch.Generator().manual_seed(number))
+
+    def validation_batches(self, count: int = 8) -> Iterator[tuple[Tensor, Tensor]]:
+        generator = torch.Generator().manual_seed(0)
+        return (_drawn(self.validation, generator) for _ in range(count))
+
+
+def _drawn(data: Tensor, generator: torch.Generator) -> tuple[Tensor, Tensor]:
+    starts = torch.randint(len(data) - CONTEXT, (BATCH, 1), generator=generator)
+    windows = data[starts + torch.arange(CONTEXT + 1)]
+    return windows[:, :-1], windows[:, 1:]
+
+
+class GPT(nn.Module):
+    """A decoder of pre-norm transformer blocks."""
+
+    def __init__(self, vocabulary: int, width: int = 96, layers: int = 2, heads: int = 4) -> None:
+        super().__init__()
+        self.tokens = nn.Embedding(vocabulary, width)
+        self.positions = nn.Embedding(CONTEXT, width)
+        self.blocks = nn.ModuleList(Block(width, heads) for _ in range(layers))
+        self.norm = nn.LayerNorm(width)
+        self.head = nn.Linear(width, vocabulary, bias=False)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        x = self.tokens(tokens) + self.positions(
+            torch.arange(tokens.shape[1], device=tokens.device)
+        )
+        for block in self.blocks:
+            x = block(x)
+        return self.head(self.norm(x))
+
+
+class Block(nn.Module):
+    def __init__(self, width: int, heads: int) -> None:
+        super().__init__()
+        self.heads = heads
+        self.norm_1, self.norm_2 = nn.LayerNorm(width), nn.LayerNorm(width)
+        self.qkv = nn.Linear(width, 3 * width)
+        self.out = nn.Linear(width, width)
+        self.mlp = nn.Sequential(
+            nn.Linear(width, 4 * width), nn.GELU(), nn.Linear(4 * width, width)
+        )
+
+    def forward(self, x: Tensor) -> Tensor:
+        batch, length, width = x.shape
+        qkv = self.qkv(self.norm_1(x)).view(batch, length, 3, self.heads, width // self.heads)
+        q, k, v = qkv.permute(2, 0, 3, 1, 4)
+        mixed = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+        x = x + self.out(mixed.transpose(1, 2).reshape(batch, length, width))
+        return x + self.mlp(self.norm_2(x))
+
+
+def cross_entropy(model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
+    inputs, targets = batch
+    return F.cross_entropy(model(inputs).flatten(0, 1), targets.flatten())
+
+
+@torch.no_grad()
+def validated(model: nn.Module, text: Text) -> float:
+    losses = [cross_entropy(model, batch) for batch in text.validation_batches()]
+    return torch.stack(losses).mean().item()
+
+
+def schedule(step: int) -> float:
+    """The learning rate over its maximum: up for 50 steps, then falling as 1 / sqrt(step)."""
+    return min((step + 1) / 50, math.sqrt(50 / (step + 1)))
+
+
+def train(out: Path, steps: int, seed: int = 0, resume: bool = False) -> None:
+    torch.manual_seed(seed)
+    text = Text()
+    model = GPT(text.vocabulary)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3, fused=True)
+    scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, schedule)
+
+    clipper = GradClipper(model, max_norm=1.0)  # fastclip
+    activations = ActivationWatch(model)
+    parameters = ParameterWatch(model, every=20)
+    monitor = Monitor(
+        sinks=[JSONL(out / "run.jsonl")],
+        telemetry=Telemetry(layers_every=20),
+        watches=[activations, parameters],
+    )
+
+    state: dict[str, Any] = {"model": model, "optimizer": optimizer, "scheduler": scheduler}
+    state |= {"clipper": clipper, "monitor": monitor}  # fastclip
+    checkpoint = out / "checkpoint.pt"
+    first = load(checkpoint, state) if resume else 0
+
+    with monitor:  # whatever happens inside, nothing that was measured is lost
+        for step in range(first, steps):
+            optimizer.zero_grad()
+            loss = cross_entropy(model, text.batch(step))
+            loss.backward()
+            lr = scheduler.get_last_lr()[0]
+            with parameters:
+                stats = clipper.step(optimizer)  # in place of optimizer.step()
+            scheduler.step()
+            val_loss = validated(model, text) if (step + 1) % 100 == 0 else None
+            events = monitor.observe(
+                step=step, loss=loss, val_loss=val_loss, stats=stats, lr=lr, batch=step
+            )
+            for event in events:
+                print(f"step {event.step}: {event.level}: {event.message}")
+            if (step + 1) % 100 == 0:
+                print(f"step {step + 1}: loss {loss.item():.3f}, validation {val_loss:.3f}")
+                save(checkpoint, step + 1, state)
+
+
+def save(path: Path, step: int, state: dict[str, Any]) -> None:
+    held = {name: part.state_dict() for name, part in state.items()}
+    torch.save({"step": step, **held}, path.with_suffix(".tmp"))
+    path.with_suffix(".tmp").replace(path)
+
+
+def load(path: Path, state: dict[str, Any]) -> int:
+    saved = torch.load(path, weights_only=True)
+    for name, part in state.items():
+        part.load_state_dict(saved[name])
+    return int(saved["step"])
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
+    parser.add_argument(
+        "--out", type=Path, default=Path("runs/example"), help="default: %(default)s"
+    )
+    parser.add_argument("--steps", type=int, default=400, help="default: %(default)s")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--resume", action="store_true", help="go on from the checkpoint in --out")
+    options = parser.parse_args()
+    options.out.mkdir(parents=True, exist_ok=True)
+    train(**vars(options))
+    print(f"now: fastclip report {options.out / 'run.jsonl'}")
+
+
+if __name__ == "__main__":
+    main()

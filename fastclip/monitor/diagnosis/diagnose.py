@@ -1,0 +1,186 @@
+"""`diagnose`: from the facts that a log shows to symptom, boundary, interventions and checks."""
+
+import os
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Any
+
+from fastclip.monitor.calibration import suggest_max_norm
+from fastclip.monitor.diagnosis import table
+from fastclip.monitor.diagnosis.baseline import Comparison, in_step
+from fastclip.monitor.diagnosis.gathering import Gathering
+from fastclip.monitor.diagnosis.result import Compared, Diagnosis, Evidence
+from fastclip.monitor.log import JSONL
+from fastclip.monitor.records import StepRecord
+
+Log = str | os.PathLike[str] | Iterable[StepRecord]
+
+FEWEST_NORMS = 1000  # what suggest_max_norm asks for a clip rate of 1 %
+BEFORE = "norms before the onset"
+FULL = 105  # losses that Sustained needs, the most of all that judge the loss
+
+
+def diagnose(log: Log, baseline: Log | None = None) -> Diagnosis:
+    """What went wrong in a run, where, what to do about it, and how to see that it helped.
+
+    >>> print(diagnose("run.jsonl", baseline="good.jsonl"))
+
+    The log is read once, by the default detectors and the normal bands of the Monitor; memory does
+    not grow with it. `baseline` is the log of a healthy run, to compare with over the steps that
+    both have; where its `batch` is a mapping with "time" in seconds, throughput too. It also gives
+    the norms for a threshold if the log has fewer than 1,000 from before the onset.
+
+    Raises `ValueError` where one of them has no records.
+    """
+    found, good, comparison = Gathering(), Gathering(), Comparison()
+    for record, other in in_step(_records(log), () if baseline is None else _records(baseline)):
+        if record is not None:
+            found.add(record)
+        if other is not None:
+            good.add(other)
+        if record is not None and other is not None:
+            comparison.add(record, other)
+    if not found.counts["records"]:
+        raise ValueError("there are no records to diagnose")
+    if baseline is None:
+        return _decided(found, found.norms, BEFORE, ())
+    if not good.counts["records"]:
+        raise ValueError("there are no records in the baseline")
+    rows = comparison.rows(found, good)
+    if len(found.norms) < FEWEST_NORMS <= len(good.norms):
+        return _decided(found, good.norms, "norms of the baseline", rows)
+    return _decided(found, found.norms, BEFORE, rows)
+
+
+def _records(log: Log) -> Iterable[StepRecord]:
+    return JSONL(log) if isinstance(log, str | os.PathLike) else log
+
+
+def _decided(
+    found: Gathering, norms: list[float], source: str, comparison: tuple[Compared, ...]
+) -> Diagnosis:
+    evidence = found.evidence()
+    symptom = next(row for row in table.SYMPTOMS if not row.facts or evidence.keys() & row.facts)
+    boundary = _boundary(symptom.name, evidence)
+    # In the order of the log, so the first of them is the first record that shows the symptom.
+    shown = [one for fact, one in evidence.items() if fact in symptom.facts]
+    first = shown[0] if shown else None
+    facts = {*evidence, *_of_the_whole(shown, norms)}
+    advice = [row for row in table.ADVICE if _holds(row, symptom.name, boundary.name, facts)]
+    places = _counted(found) | _threshold(norms, source) | _placed(evidence, shown, boundary)
+    gaps = [table.GAPS[name] for name in _gaps(found, evidence, boundary.name)]
+    return Diagnosis(
+        symptom.name,
+        boundary.name,
+        tuple(row.action.format_map(places) for row in advice),
+        (
+            *(row.check.format_map(places) for row in advice),
+            *(f"So that the next log can tell: {gap.record.format_map(places)}." for gap in gaps),
+        ),
+        first and first.onset,
+        first and first.onset_metric,
+        tuple(evidence[fact] for fact in table.FACTS if fact in evidence),
+        tuple(gap.what.format_map(places) for gap in gaps),
+        comparison,
+    )
+
+
+def _boundary(symptom: str, facts: Mapping[str, Evidence]) -> table.Boundary:
+    return next(
+        row
+        for row in table.BOUNDARIES
+        if not (row.facts or row.symptoms) or facts.keys() & row.facts or symptom in row.symptoms
+    )
+
+
+def _holds(row: table.Advice, symptom: str, boundary: str, facts: set[str]) -> bool:
+    return (
+        row.symptom in (None, symptom)
+        and row.boundary in (None, boundary)
+        and (row.facts is None or not facts.isdisjoint(row.facts))
+    )
+
+
+def _of_the_whole(shown: Sequence[Evidence], norms: Sequence[float]) -> Iterator[str]:
+    """The facts of the log as a whole."""
+    yield table.CALIBRATED if len(norms) >= FEWEST_NORMS else table.UNCALIBRATED
+    if shown and all(one.abandoned for one in shown):
+        yield table.PAST
+    if shown:
+        yield table.SLOW if shown[0].fact == table.DRIFT else table.ABRUPT
+
+
+def _counted(found: Gathering) -> dict[str, Any]:
+    counts = found.counts
+    return {
+        "newest": found.attempt,
+        "losses": found.losses,
+        "with_loss": f"{counts['loss']:,}",
+        "with_norm": f"{counts['grad_norm']:,}",
+        "scale": f"{found.scale:g}",
+    }
+
+
+def _placed(
+    evidence: Mapping[str, Evidence], shown: Sequence[Evidence], boundary: table.Boundary
+) -> dict[str, Any]:
+    """Steps and batches, of what shows the symptom and of what shows the boundary."""
+    places: dict[str, Any] = {}
+    if shown:
+        first = shown[0]
+        at_boundary = [one for fact, one in evidence.items() if fact in boundary.facts]
+        places = {
+            "onset": first.onset,
+            "target": max(0, first.onset - 1),
+            # The gradient left before the loss, and with the loss came the alarm.
+            "step": first.records[first.fact == table.GRADIENT_FIRST].step,
+            "batch": _batch((at_boundary or shown)[0]),
+            "lr": "not in the log" if first.lr is None else f"{first.lr:.6g}",
+            "best": f"{first.records[0].baseline or 0:.4g}",
+            "attempt": max(one.attempt for one in shown),
+        }
+    if table.BACKWARD_NONFINITE in evidence:
+        backward = evidence[table.BACKWARD_NONFINITE]
+        places |= {"backward": backward.first, "backward_batch": _batch(backward)}
+    if table.OPEN in evidence:
+        places["open"] = evidence[table.OPEN].first
+    return places
+
+
+def _threshold(norms: list[float], source: str) -> dict[str, str]:
+    places = {"norms": f"{len(norms):,} {source}"}
+    if len(norms) >= FEWEST_NORMS:
+        found = suggest_max_norm(norms)
+        places["threshold"] = f"{found.max_norm:.4g}"
+        if found.warnings:
+            places["norms"] += f" (their median changed by a factor of {found.drift:.3g})"
+    return places
+
+
+def _batch(evidence: Evidence) -> str:
+    if evidence.batch is None:
+        return f"the batch of step {evidence.first}"
+    return f"batch {evidence.batch!r:.60} (step {evidence.first})"
+
+
+def _gaps(found: Gathering, evidence: Mapping[str, Evidence], boundary: str) -> Iterator[str]:
+    """Which of `table.GAPS` the log has."""
+    counts = found.counts
+    taken = table.GRADIENT_NONFINITE in evidence
+    if not counts["loss"]:
+        yield "no loss"
+    elif found.losses < FULL:
+        yield "few losses"
+    if not counts["grad_norm"]:
+        yield "no norm"
+    elif counts["grad_norm"] < counts["loss"] / 2:
+        yield "few norms"
+    if counts["perhaps skipped"]:
+        yield "no skipped"
+    if (taken or table.OVERFLOWS in evidence) and not counts["loss_scale"]:
+        yield "no scale"
+    if taken and boundary == "none":
+        yield "no boundary"
+    if counts["not positive"]:
+        yield "not positive"
+    if table.OPEN in evidence:
+        yield "open"

@@ -1,0 +1,198 @@
+"""One pass over a log: the facts of the decision table, each with the records it rests on."""
+
+from collections import Counter, deque
+from dataclasses import dataclass, field
+from math import inf, isfinite
+
+from fastclip.monitor.detectors import default_detectors
+from fastclip.monitor.diagnosis import excursions, table
+from fastclip.monitor.diagnosis.result import Evidence, Seen
+from fastclip.monitor.monitor import Monitor
+from fastclip.monitor.records import Event, StepRecord
+
+SHOWN = 3  # records a fact keeps
+NORMS = 10_000  # the last norms inside their band that a threshold is made of
+LOSSES = ("loss", "val_loss")
+COUNTED = ("grad_norm", "loss_scale")
+
+# Kinds of events that are a fact by themselves; those of others depend on metric and record.
+_FACTS = {
+    "loss_scale_drop": table.SCALE_FALLS,
+    "sustained": table.SUSTAINED,
+    "drift": table.DRIFT,
+    "clip_rate": table.CLIPPING,
+    excursions.GRADIENT_FIRST: table.GRADIENT_FIRST,
+    excursions.RETURNED: table.RETURNED,
+    excursions.LEVEL: table.LEVEL,
+}
+
+
+@dataclass
+class _Found:
+    """Of a fact: its first event and record, and what came since."""
+
+    event: Event
+    record: StepRecord
+    message: str
+    count: int = 0
+    last: int = 0
+    attempt: int = 0
+    kept: int | None = None  # the first step that shows it and was not run again
+    seen: list[Seen] = field(default_factory=list)
+
+
+class Gathering:
+    """What the records added so far show; its size does not grow with their number.
+
+    `counts`: how many records there were, how many had a loss and each of `COUNTED`, losses that
+    are not positive, and gradients that are not finite in steps that do not say whether they were
+    skipped. `losses`: the most finite ones in one attempt. `outside`: how many losses each visit
+    outside the band took. `scale`: the lowest that LossScaleDrop told. `norms`: the last of those
+    that are outside all excursions, before the first GRADIENT_FIRST.
+    """
+
+    def __init__(self) -> None:
+        self._monitor = Monitor([*default_detectors(), excursions.Excursions()])
+        self._found: dict[str, _Found] = {}  # in the order in which they were
+        self._open: _Found | None = None  # the loss is outside its band
+        self._stuck: _Found | None = None  # the loss is not finite
+        self._norms: deque[float] = deque(maxlen=NORMS)
+        self._calibrating = True
+        self.counts: Counter[str] = Counter()
+        self.losses = self._losses = 0
+        self.outside: Counter[int] = Counter()
+        self.scale = inf
+
+    @property
+    def attempt(self) -> int:
+        return self._monitor.attempt
+
+    @property
+    def norms(self) -> list[float]:
+        return list(self._norms)
+
+    def add(self, record: StepRecord) -> None:
+        before = self.attempt
+        events = self._monitor.replay((record,))
+        if self.attempt != before:
+            self._go_back(record.step)
+        self._count(record)
+        loss = record.loss
+        if loss is not None and isfinite(loss):
+            self._stuck = None
+        for event in events:
+            for fact in self._facts(event, record):
+                self._keep(fact, event, record)
+        for lasting in (self._open, self._stuck):
+            if lasting is not None and loss is not None:
+                lasting.count += 1
+                lasting.last = record.step
+        if self._calibrating and record.grad_norm is not None:
+            calm = not any(event.kind == excursions.EXCURSION for event in events)
+            if calm and not record.skipped:
+                self._norms.append(record.grad_norm)
+
+    def evidence(self) -> dict[str, Evidence]:
+        """By fact, in the order in which they were first seen."""
+        found = dict(self._found)
+        if self._stuck is not None:
+            found[table.STUCK] = self._stuck
+        elif self._open is not None:
+            found[table.OPEN] = self._open
+        return {fact: _evidence(fact, one) for fact, one in found.items()}
+
+    def _go_back(self, step: int) -> None:
+        """A new attempt begins at `step`: what came from there on was for nothing."""
+        self._losses, self._open, self._stuck = 0, None, None
+        for found in self._found.values():
+            if found.kept is not None and found.kept >= step:
+                found.kept = None
+
+    def _count(self, record: StepRecord) -> None:
+        counts = self.counts
+        counts["records"] += 1
+        loss = record.loss
+        if loss is not None:
+            counts["loss"] += 1
+            if isfinite(loss):
+                self._losses += 1
+                self.losses = max(self.losses, self._losses)
+                counts["not positive"] += loss <= 0
+        for name in COUNTED:
+            if getattr(record, name) is not None:
+                counts[name] += 1
+
+    def _facts(self, event: Event, record: StepRecord) -> tuple[str, ...]:
+        """The facts that an event is of; the state of the loss, on the way."""
+        kind, metric = event.kind, event.metric
+        if kind == "nonfinite":
+            return self._nonfinite(event, record)
+        if kind == "robust_spike" and metric == "grad_norm":
+            return (table.GRADIENT_SPIKE,)
+        if kind == excursions.LEFT:
+            self._open = self._lasting(event, record)
+        elif kind in (excursions.RETURNED, excursions.LEVEL):
+            self._open = None
+        elif kind == excursions.OUTSIDE:
+            self.outside[int(event.value)] += 1
+        elif kind == excursions.GRADIENT_FIRST:
+            self._calibrating = False
+        elif kind == "loss_scale_drop":
+            self.scale = min(self.scale, event.value)
+        return (_FACTS[kind],) if kind in _FACTS else ()
+
+    def _nonfinite(self, event: Event, record: StepRecord) -> tuple[str, ...]:
+        if event.metric in LOSSES:
+            if event.metric == "loss" and self._stuck is None:
+                self._stuck = self._lasting(event, record)
+            return (table.LOSS_NONFINITE,)
+        if event.metric not in ("grad_norm", "nonfinite_count"):
+            return (table.OTHER_NONFINITE,)
+        if record.skipped:
+            return (table.OVERFLOWS,)
+        self.counts["perhaps skipped"] += record.skipped is None
+        if record.loss is not None and isfinite(record.loss):
+            return (table.GRADIENT_NONFINITE, table.BACKWARD_NONFINITE)
+        return (table.GRADIENT_NONFINITE,)
+
+    def _lasting(self, event: Event, record: StepRecord) -> _Found:
+        seen = [_seen(event, self.attempt)]
+        return _Found(event, record, event.message, 0, 0, self.attempt, event.step, seen)
+
+    def _keep(self, fact: str, event: Event, record: StepRecord) -> None:
+        found = self._found.get(fact)
+        if found is None:
+            message = event.message + _layer_at_fault(record, fact)
+            found = self._found[fact] = _Found(event, record, message)
+        # One record gives two events where a norm is not finite and elements are counted, and
+        # GRADIENT_FIRST has one for the gradient and one for the loss.
+        again = found.seen and (event.step, self.attempt) == (found.last, found.attempt)
+        half = fact == table.GRADIENT_FIRST and event.metric != "loss"
+        found.count += not (again or half)
+        found.last, found.attempt = event.step, self.attempt
+        found.kept = event.step if found.kept is None else found.kept
+        if len(found.seen) < SHOWN and not again:
+            found.seen.append(_seen(event, self.attempt))
+
+
+def _seen(event: Event, attempt: int) -> Seen:
+    return Seen(event.step, attempt, event.metric, event.value, event.baseline)
+
+
+def _layer_at_fault(record: StepRecord, fact: str) -> str:
+    if fact in (table.GRADIENT_NONFINITE, table.OVERFLOWS, table.BACKWARD_NONFINITE):
+        for row in record.layers or ():
+            if row.nonfinite:
+                return f"; the first layer with such elements is {row.name}"
+    return ""
+
+
+def _evidence(fact: str, found: _Found) -> Evidence:
+    event = found.event
+    onset = event.step if event.onset is None else event.onset
+    return Evidence(
+        *(fact, found.count, event.step, found.last, found.attempt),
+        *(onset, event.onset_metric or event.metric, found.record.batch, found.record.lr),
+        found.kept is None,
+        *(tuple(found.seen), found.message),
+    )

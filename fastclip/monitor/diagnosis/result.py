@@ -1,0 +1,72 @@
+"""What `diagnose` gives."""
+
+from typing import Any, NamedTuple
+
+from fastclip.monitor.diagnosis.page import page
+
+
+class Seen(NamedTuple):
+    """One value that a conclusion rests on; `baseline` is what it was judged against, if there is
+    such: the median of its band or the detector's baseline."""
+
+    step: int
+    attempt: int
+    metric: str
+    value: float
+    baseline: float | None
+
+
+class Evidence(NamedTuple):
+    """A fact and the records that bear it out.
+
+    `times`: how many do, from step `first` to step `last`; `attempt` is the newest among them.
+    `onset` and `onset_metric` belong to the first, `batch` and `lr` are of the record that told it.
+    `abandoned`: all of it was in steps that were run again after a rollback. `records`: the first
+    few. `message`: what was said of the first.
+    """
+
+    fact: str
+    times: int
+    first: int
+    last: int
+    attempt: int
+    onset: int
+    onset_metric: str
+    batch: Any
+    lr: float | None
+    abandoned: bool
+    records: tuple[Seen, ...]
+    message: str
+
+
+class Compared(NamedTuple):
+    """One quantity of both runs over the steps they share; None: it is not in that log."""
+
+    quantity: str
+    log: float | None
+    baseline: float | None
+    note: str = ""
+
+
+class Diagnosis(NamedTuple):
+    """One field per phase of the playbook; str() is a page to read.
+
+    A `symptom`: "none", "isolated", "sustained", "gradient" or "nonfinite"; B `boundary`: "none",
+    "forward", "backward", "update" or "loss_scale"; C `interventions`; D `checks`: how to see that
+    they worked, and what to record where the log could not tell. `onset` and `onset_metric` are of
+    the first record that shows the symptom. `evidence`: every fact of the decision table that the
+    log shows; `unjudged`: what it cannot show; `comparison`: with a baseline.
+    """
+
+    symptom: str
+    boundary: str
+    interventions: tuple[str, ...]
+    checks: tuple[str, ...]
+    onset: int | None
+    onset_metric: str | None
+    evidence: tuple[Evidence, ...] = ()
+    unjudged: tuple[str, ...] = ()
+    comparison: tuple[Compared, ...] = ()
+
+    def __str__(self) -> str:
+        return page(self)

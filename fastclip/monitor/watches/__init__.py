@@ -1,0 +1,1 @@
+"""What a Monitor's records hold of the model itself: its activations and its parameters."""

@@ -1,0 +1,233 @@
+"""Symptom, boundary and onset of known failures; every row of the table is reached."""
+
+import math
+from dataclasses import replace
+from functools import cache
+from string import Formatter
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from fastclip.monitor import Diagnosis, LayerRow, StepRecord, diagnose, suggest_max_norm
+from fastclip.monitor.diagnosis import table
+from fastclip.monitor.diagnosis.gathering import NORMS, SHOWN, Gathering
+from tests.monitor.diagnosis.cases import CASES, SINGLE, S
+from tests.monitor.making import healthy
+
+
+@cache
+def diagnosed(name: str, seed: int = 0) -> Diagnosis:
+    return diagnose((CASES | SINGLE)[name].records(seed))
+
+
+@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("name", CASES)
+def test_symptom_boundary_and_onset(name: str, seed: int) -> None:
+    case, found = CASES[name], diagnosed(name, seed)
+    assert (found.symptom, found.boundary) == (case.symptom, case.boundary)
+    assert (found.onset, found.onset_metric) == (case.onset, case.metric)
+
+
+def test_real_and_long_runs() -> None:
+    for name in ("real-run", "many-norms"):
+        assert diagnosed(name)[:2] + diagnosed(name)[4:6] == SINGLE[name][1:]
+    slow = diagnosed("slow", 1)
+    assert "Restore a checkpoint from before the rise" in slow.interventions[0]
+    assert (slow.symptom, slow.boundary, slow.onset_metric) == ("sustained", "update", "loss")
+    assert slow.onset is not None
+    assert 2100 < slow.onset < 2200
+
+
+def test_every_row_is_reached() -> None:
+    """No row, fact or gap is dead: each shows in some log."""
+    found = [diagnosed(name) for name in (*CASES, "many-norms")] + [diagnosed("slow", 1)]
+    assert {one.symptom for one in found} == {row.name for row in table.SYMPTOMS}
+    assert {one.boundary for one in found} == {row.name for row in table.BOUNDARIES}
+    assert {fact.fact for one in found for fact in one.evidence} == set(table.FACTS)
+
+    def starts(template: str) -> str:
+        return next(iter(Formatter().parse(template)))[0]  # up to the first place
+
+    actions = "\n".join(action for one in found for action in one.interventions)
+    checks = "\n".join(check for one in found for check in one.checks)
+    gaps = "\n".join(gap for one in found for gap in one.unjudged)
+    for row in table.ADVICE:
+        assert starts(row.action) in actions, row.action
+        assert starts(row.check) in checks, row.check
+    for gap in table.GAPS.values():
+        assert starts(gap.what) in gaps, gap.what
+        assert starts(gap.record) in checks, gap.record
+
+
+# What each boundary or symptom has to be answered with, in the words of the playbook.
+WORDS = {
+    "nan-loss": ("Run the forward pass in BF16", "selective FP32"),
+    "gradients-of-a-taken-step": ("loss scaling", "backward operations"),
+    "falling-scale": ("loss scaling", "backward operations"),
+    "gradient-first": ("Clip: GradClipper(",),
+    "sustained": (f"recovery.restore(before={S - 1})", "learning rate (0.0003 at the onset)"),
+    "isolated": ("Watch", "nothing disruptive"),
+}
+
+
+@pytest.mark.parametrize("name", WORDS)
+def test_interventions_are_matched(name: str) -> None:
+    found = diagnosed(name)
+    text = " ".join(found.interventions)
+    assert [word for word in WORDS[name] if word not in text] == []
+    assert len(found.checks) >= len(found.interventions)
+    others = {word for other in WORDS if other != name for word in WORDS[other]} - {*WORDS[name]}
+    assert [word for word in others if word in text] == []
+
+
+def test_nothing_to_do_for_a_healthy_run() -> None:
+    assert diagnosed("healthy") == Diagnosis("none", "none", (), (), None, None)
+
+
+def test_every_fact_has_its_records() -> None:
+    records = CASES["gradient-first"].records(0)
+    found = {one.fact: one for one in diagnosed("gradient-first").evidence}
+    first = found[table.GRADIENT_FIRST]
+    assert [(one.step, one.metric, one.value) for one in first.records] == [
+        (S, "grad_norm", records[S].grad_norm),
+        (S + 3, "loss", records[S + 3].loss),
+    ]
+    assert (first.times, first.first, first.last, first.abandoned) == (1, S, S + 3, False)
+    # The band's medians, from the 100 values before.
+    assert [round(one.baseline or 0, 1) for one in first.records] == [1.0, 2.2]
+    back = found[table.RETURNED]
+    worst = max(record.loss or 0 for record in records[S + 3 : S + 9])
+    assert (back.records[0].step, back.records[0].value) == (S + 3, worst)
+    assert f"inside again at step {S + 9}" in back.message
+
+
+def test_little_evidence_is_said() -> None:
+    for name, missing in (
+        ("thirty-records", "30 finite losses"),
+        ("loss-alone", "no grad_norm in the log"),
+        ("norm-alone-not-finite", "forward or backward cannot be told"),
+        ("gradients-of-a-step-maybe-skipped", "were skipped is not in the log"),
+        ("a-spike-at-the-end", "left its band at step 1199"),
+        ("negative-losses", "losses at or below 0"),
+        ("sparse-norms", "grad_norm is in 240 of 1,200 records"),
+    ):
+        found = diagnosed(name)
+        assert missing in " ".join(found.unjudged), name
+        assert any(check.startswith("So that the next log can tell") for check in found.checks)
+        doubt = "A. Symptom: none, but not enough evidence\n" in str(found)
+        assert doubt == (found.symptom == "none")
+    assert diagnosed("healthy").unjudged == diagnosed("gradient-first").unjudged == ()
+    assert str(diagnosed("healthy")).startswith("A. Symptom: none\n")
+
+
+def test_counts_and_spans() -> None:
+    found = {one.fact: one for one in diagnosed("nan-loss-to-the-end").evidence}
+    for fact in (table.LOSS_NONFINITE, table.STUCK):
+        assert (found[fact].times, found[fact].first, found[fact].last) == (400, S, 1199)
+    assert len(found[table.LOSS_NONFINITE].records) == 3
+    assert table.OPEN not in found
+    once = {one.fact: one for one in diagnosed("gradients-of-a-taken-step").evidence}
+    assert once[table.GRADIENT_NONFINITE].times == 1  # the norm and the count are one record's
+
+
+def test_a_rollback_is_told() -> None:
+    undone, in_vain = diagnosed("rolled-back"), diagnosed("rolled-back-in-vain")
+    assert all(one.abandoned for one in undone.evidence)
+    assert "attempt 0, which was rolled back" in undone.interventions[0]
+    assert not any(one.abandoned for one in in_vain.evidence)
+    assert "Restore the checkpoint" in in_vain.interventions[0]
+    kept = diagnosed("spike-long-before-a-rollback")
+    assert not kept.evidence[0].abandoned
+
+
+def test_the_layer_and_the_batch_are_named() -> None:
+    records = CASES["gradients-of-a-taken-step"].records(0)
+    layers = (LayerRow("embed", nonfinite=0.0), LayerRow("blocks.3.attn", nonfinite=0.25))
+    records[S] = replace(records[S], layers=layers, batch={"file": "a.txt", "line": 3})
+    found = diagnose(records)
+    assert found.evidence[0].message.endswith("blocks.3.attn")
+    assert f"batch {{'file': 'a.txt', 'line': 3}} (step {S})" in found.checks[1]
+
+
+def test_the_threshold_is_that_of_the_healthy_part() -> None:
+    found = diagnosed("many-norms")
+    norms = [record.grad_norm for record in healthy(2500)]
+    expected = f"max_norm={suggest_max_norm(norms).max_norm:.4g})"
+    assert expected in found.interventions[0]
+    assert "2,500 norms before the onset" in found.interventions[0]
+    few = diagnosed("gradient-first")
+    assert "800 norms before the onset; 1,000 are needed" in few.interventions[0]
+    doubled = [
+        replace(r, grad_norm=(r.grad_norm or 0) * (3 if r.step < 1250 else 1))
+        for r in SINGLE["many-norms"].records(0)
+    ]
+    assert "their median changed by a factor of 0.329" in diagnose(doubled).interventions[0]
+
+
+def test_what_is_kept_is_bounded() -> None:
+    gathering = Gathering()
+    records = healthy(4000)
+    for step in range(12_000):
+        gathering.add(replace(records[step % 4000], step=step, loss=math.nan))
+    (lost, stuck) = gathering.evidence().values()
+    assert (lost.times, len(lost.records), len(stuck.records)) == (12_000, SHOWN, 1)
+    assert gathering.norms == []  # no step is outside the excursion
+    for step in range(12_000, 24_000):
+        gathering.add(replace(records[step % 4000], step=step, loss=2.0))
+    assert len(gathering.norms) == NORMS
+
+
+UNRELATED = ("lr", "clip_coef", "clipped", "val_loss", "param_norm", "batch", "layers")
+
+
+@settings(max_examples=12, deadline=None)
+@given(
+    name=st.sampled_from(["gradient-first", "sustained", "isolated", "healthy", "nan-loss"]),
+    metric=st.sampled_from(UNRELATED),
+    steps=st.sets(st.integers(0, 1199), max_size=300),
+)
+def test_missing_values_of_other_metrics_change_nothing(
+    name: str, metric: str, steps: set[int]
+) -> None:
+    records = CASES[name].records(0)
+    change: dict[str, Any] = {metric: None}
+    for step in steps:
+        records[step] = replace(records[step], **change)
+    found, whole = diagnose(records), diagnosed(name)
+    assert found[:2] + found[4:6] == whole[:2] + whole[4:6]
+
+
+@settings(max_examples=12, deadline=None)
+@given(
+    name=st.sampled_from(["gradient-first", "sustained", "isolated", "healthy", "nan-loss"]),
+    metric=st.sampled_from(["lr", "clip_coef", "loss_scale", "activation_max", "update_ratio"]),
+    value=st.sampled_from([math.nan, math.inf, -math.inf]),
+    steps=st.sets(st.integers(0, 1199), max_size=20),
+)
+def test_nonfinite_values_of_other_metrics_decide_nothing(
+    name: str, metric: str, value: float, steps: set[int]
+) -> None:
+    records = CASES[name].records(0)
+    change: dict[str, Any] = {metric: value}
+    for step in steps:
+        records[step] = replace(records[step], **change)
+    found, whole = diagnose(records), diagnosed(name)
+    assert found[:2] == whole[:2]
+    assert [one.fact for one in found.evidence if one.fact != table.OTHER_NONFINITE] == [
+        one.fact for one in whole.evidence
+    ]
+
+
+@pytest.mark.parametrize("records", [[], iter(())], ids=["list", "iterator"])
+def test_no_records(records: list[StepRecord]) -> None:
+    with pytest.raises(ValueError, match="there are no records to diagnose"):
+        diagnose(records)
+    with pytest.raises(ValueError, match="there are no records in the baseline"):
+        diagnose(healthy(5), records)
+
+
+def test_a_missing_file(tmp_path: object) -> None:
+    with pytest.raises(FileNotFoundError):
+        diagnose(f"{tmp_path}/none.jsonl")
