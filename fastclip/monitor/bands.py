@@ -38,17 +38,18 @@ class Bands:
 
     def judge(self, state: State, record: StepRecord) -> tuple[State, tuple[str, ...]]:
         """The state after `record`, and the metrics that are outside their bands in it."""
-        bands, excursion = list(state[0]), state[1]
+        bands, excursion = state
+        after = []
         left: tuple[str, ...] = ()
-        for place, metric in enumerate(WATCHED):
+        for metric, windows, band in zip(WATCHED, self._windows, bands, strict=True):
             value = getattr(record, metric)
-            if value is None:
-                continue
-            bands[place], outside = _judged(self._windows[place], bands[place], value)
-            if outside:
-                left = (*left, metric)
+            if value is not None:
+                band, outside = _judged(windows, band, value)
+                if outside:
+                    left = (*left, metric)
+            after.append(band)
         excursion = _continued(excursion, record.step, left[0] if left else None)
-        return (tuple(bands), excursion), left
+        return (tuple(after), excursion), left
 
 
 def require_bands(state: object) -> None:

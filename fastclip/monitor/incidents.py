@@ -30,29 +30,36 @@ def incidents(events: Iterable[Event], gap: float) -> list[Incident]:
     One belongs to the incident before it if that was going on at its onset, or ended at most `gap`
     steps before it.
     """
+    return merged(map(_of, events), gap)
+
+
+def merged(parts: Iterable[Incident], gap: float) -> list[Incident]:
+    """Merge incidents as events are merged. Those of events and a smaller gap give what the events
+    themselves give with this one: what belongs together there does so here."""
     found: list[Incident] = []
-    for event in events:
-        now = found[-1] if found else None
-        begun = event.step - gap if event.onset is None else min(event.onset, event.step - gap)
-        if now and begun <= now.last <= event.step:
-            found[-1] = _extended(now, event)
+    for part in parts:
+        begun = part.first - gap if part.onset is None else min(part.onset, part.first - gap)
+        if found and begun <= found[-1].last <= part.first:
+            found[-1] = _joined(found[-1], part)
         else:
-            found.append(
-                Incident(
-                    *(event.step, event.step, event.onset, event.onset_metric),
-                    *(event.level, (event.kind,), 1, event.message),
-                )
-            )
+            found.append(part)
     return found
 
 
-def _extended(incident: Incident, event: Event) -> Incident:
-    higher = LEVELS.index(event.level) > LEVELS.index(incident.level)
-    known = event.kind in incident.kinds
+def _of(event: Event) -> Incident:
+    return Incident(
+        *(event.step, event.step, event.onset, event.onset_metric),
+        *(event.level, (event.kind,), 1, event.message),
+    )
+
+
+def _joined(incident: Incident, later: Incident) -> Incident:
+    higher = LEVELS.index(later.level) > LEVELS.index(incident.level)
+    new = tuple(kind for kind in later.kinds if kind not in incident.kinds)
     return incident._replace(
-        last=event.step,
-        level=event.level if higher else incident.level,
-        message=event.message if higher else incident.message,
-        kinds=incident.kinds if known else (*incident.kinds, event.kind),
-        events=incident.events + 1,
+        last=later.last,
+        level=later.level if higher else incident.level,
+        message=later.message if higher else incident.message,
+        kinds=incident.kinds + new,
+        events=incident.events + later.events,
     )
