@@ -38,18 +38,17 @@ class Bands:
 
     def judge(self, state: State, record: StepRecord) -> tuple[State, tuple[str, ...]]:
         """The state after `record`, and the metrics that are outside their bands in it."""
-        bands, excursion = state
-        after = []
+        bands, excursion = list(state[0]), state[1]
         left: tuple[str, ...] = ()
-        for metric, windows, band in zip(WATCHED, self._windows, bands, strict=True):
+        for place, metric in enumerate(WATCHED):
             value = getattr(record, metric)
-            if value is not None:
-                band, outside = _judged(windows, band, value)
-                if outside:
-                    left = (*left, metric)
-            after.append(band)
+            if value is None:
+                continue
+            bands[place], outside = _judged(self._windows[place], bands[place], value)
+            if outside:
+                left = (*left, metric)
         excursion = _continued(excursion, record.step, left[0] if left else None)
-        return (tuple(after), excursion), left
+        return (tuple(bands), excursion), left
 
 
 def require_bands(state: object) -> None:

@@ -119,11 +119,11 @@ def _smallest(coef: "Tensor") -> Any:
 
 
 def _nonfinite(table: "Tensor") -> int:
-    from fastclip.table import INF, NAN
+    from fastclip import table as tables
 
     # 3 us for 2,000 rows, where the sum of the two columns alone takes 30
     totals = table.sum(0).tolist()
-    return int(totals[NAN] + totals[INF])
+    return int(totals[tables.NAN] + totals[tables.INF])
 
 
 def _layers_of(stats: "GradStats") -> Later:
