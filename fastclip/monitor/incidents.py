@@ -30,36 +30,44 @@ def incidents(events: Iterable[Event], gap: float) -> list[Incident]:
     One belongs to the incident before it if that was going on at its onset, or ended at most `gap`
     steps before it.
     """
-    return merged(map(_of, events), gap)
+    return merged(map(of_event, events), gap)
 
 
 def merged(parts: Iterable[Incident], gap: float) -> list[Incident]:
-    """Merge incidents as events are merged. Those of events and a smaller gap give what the events
-    themselves give with this one: what belongs together there does so here."""
+    """Merge incidents as events are merged."""
     found: list[Incident] = []
-    for part in parts:
-        begun = part.first - gap if part.onset is None else min(part.onset, part.first - gap)
-        if found and begun <= found[-1].last <= part.first:
-            found[-1] = _joined(found[-1], part)
+    for new in parts:
+        if found and belongs(new, found[-1], gap):
+            found[-1] = joined(found[-1], new)
         else:
-            found.append(part)
+            found.append(new)
     return found
 
 
-def _of(event: Event) -> Incident:
+def of_event(event: Event) -> Incident:
+    """The incident of one event alone."""
     return Incident(
         *(event.step, event.step, event.onset, event.onset_metric),
         *(event.level, (event.kind,), 1, event.message),
     )
 
 
-def _joined(incident: Incident, later: Incident) -> Incident:
-    higher = LEVELS.index(later.level) > LEVELS.index(incident.level)
-    new = tuple(kind for kind in later.kinds if kind not in incident.kinds)
-    return incident._replace(
-        last=later.last,
-        level=later.level if higher else incident.level,
-        message=later.message if higher else incident.message,
-        kinds=incident.kinds + new,
-        events=incident.events + later.events,
+def belongs(new: Incident, before: Incident, gap: float) -> bool:
+    """Whether `new` is part of the incident before it.
+
+    Merging with a small gap first, and the result with a larger one, gives what the larger one
+    gives at once.
+    """
+    begun = new.first - gap if new.onset is None else min(new.onset, new.first - gap)
+    return begun <= before.last <= new.first
+
+
+def joined(before: Incident, new: Incident) -> Incident:
+    higher = LEVELS.index(new.level) > LEVELS.index(before.level)
+    return before._replace(
+        last=new.last,
+        level=new.level if higher else before.level,
+        message=new.message if higher else before.message,
+        kinds=(*before.kinds, *(kind for kind in new.kinds if kind not in before.kinds)),
+        events=before.events + new.events,
     )

@@ -1,0 +1,34 @@
+"""What a log says, as text that is safe in a page and in plotly's labels."""
+
+import html
+import math
+from typing import Any
+
+LONGEST = 300  # characters of a name or message that are shown
+
+
+def clean(value: Any, longest: int = LONGEST) -> str:
+    """Without what cannot be printed (controls, half surrogates), and not longer than that."""
+    text = str(value)
+    if len(text) > longest:
+        text = f"{text[: longest // 2]}…{text[len(text) - longest // 2 + 1 :]}"
+    return "".join(sign if sign.isprintable() else "\N{REPLACEMENT CHARACTER}" for sign in text)
+
+
+def escape(value: Any, longest: int = LONGEST) -> str:
+    """As HTML, which is also what plotly takes its texts for."""
+    return html.escape(clean(value, longest))
+
+
+def number(value: float | None) -> str:
+    if value is None:
+        return "none"
+    return f"{value:.6g}" if math.isfinite(value) else str(value)
+
+
+def count(amount: int, what: str) -> str:
+    return f"{amount:,} {what}" if amount == 1 else f"{amount:,} {what}s"
+
+
+def share(part: int, whole: int) -> str:
+    return f"{part / whole:.2%}"
