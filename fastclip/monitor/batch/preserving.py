@@ -110,6 +110,9 @@ def _module_state(model: nn.Module) -> Callable[[], None]:
     tensors: dict[int, Tensor] = {}
     for module in modules:
         undo.callback(setattr, module, "training", module.training)
+        for generator in vars(module).values():
+            if isinstance(generator, torch.Generator):
+                undo.callback(generator.set_state, generator.get_state())
         for table in (module._parameters, module._buffers):
             undo.callback(_refill, table, dict(table))
             tensors.update((id(t), t) for t in table.values() if t is not None)

@@ -116,6 +116,28 @@ def test_the_hooks_of_others_stay_in_order(look: Look) -> None:
     assert {line.split()[0] for line in log} == {"first", "second", "gradient", "sum"}
 
 
+class OwnDropout(nn.Module):
+    """Draws from a generator of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.generator: torch.Generator = torch.Generator("cpu").manual_seed(3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x * (torch.rand(x.shape, generator=self.generator) > 0.3)
+
+
+@LOOKS
+def test_a_generator_of_a_module(look: Look) -> None:
+    dropout = OwnDropout()
+    model = nn.Sequential(nn.Linear(4, 8), dropout, nn.Linear(8, 1))
+    before = dropout.generator.get_state()
+    look(model, lambda: model(batch(6, 4)).sum())
+    assert torch.equal(dropout.generator.get_state(), before)
+    once, twice = (compare_precisions(model, lambda: model(batch(6, 4)).sum()) for _ in range(2))
+    assert once == twice
+
+
 @LOOKS
 def test_full_backward_hooks_of_others(look: Look) -> None:
     model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4), nn.Tanh())
