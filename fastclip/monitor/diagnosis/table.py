@@ -215,7 +215,7 @@ ADVICE = (
     Advice(
         "gradient",
         None,
-        (OPEN, LEVEL, DRIFT),
+        (OPEN, LEVEL),
         "The loss did not come back, so clipping comes too late for this model: restore the "
         "checkpoint before the onset, recovery.restore(before={target}), and clip from there.",
         "100 steps past step {onset} without an event: then the restart held.",
