@@ -116,6 +116,27 @@ def test_the_hooks_of_others_stay_in_order(look: Look) -> None:
     assert {line.split()[0] for line in log} == {"first", "second", "gradient", "sum"}
 
 
+@LOOKS
+def test_frozen_by_forward(look: Look) -> None:
+    """As the other half of a pair of models is, and then not thawed."""
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 1))
+    before = photograph(model)
+    look(model, lambda: model[1](model[0].requires_grad_(False)(batch(3, 4))).sum())
+    assert photograph(model) == before
+
+
+@LOOKS
+def test_a_graph_written_into_a_buffer(look: Look) -> None:
+    """A state that is carried from batch to batch, in place."""
+    model = nn.Linear(4, 4)
+    state = torch.ones(3, 4)
+    model.register_buffer("state", state)
+    before = photograph(model)
+    look(model, lambda: state.detach_().add_(model(batch(3, 4))).sum())
+    assert photograph(model) == before
+    assert state.grad_fn is None
+
+
 class OwnDropout(nn.Module):
     """Draws from a generator of its own."""
 
