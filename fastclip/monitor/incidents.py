@@ -30,9 +30,13 @@ def incidents(events: Iterable[Event], gap: float) -> list[Incident]:
     One belongs to the incident before it if that was going on at its onset, or ended at most `gap`
     steps before it.
     """
+    return merged(map(of_event, events), gap)
+
+
+def merged(parts: Iterable[Incident], gap: float) -> list[Incident]:
+    """Merge incidents as events are merged."""
     found: list[Incident] = []
-    for event in events:
-        new = of_event(event)
+    for new in parts:
         if found and belongs(new, found[-1], gap):
             found[-1] = joined(found[-1], new)
         else:
