@@ -112,7 +112,8 @@ class Monitor:
         `load_state_dict` since the last call come first.
 
         `fields` are those of `StepRecord`. `stats` fills grad_norm, clip_coef, clipped,
-        nonfinite_count and skipped; what a watch measured wins over it, and a keyword over both.
+        nonfinite_count and skipped, and of a step with a scaler loss_scale; what a watch measured
+        wins over it, and a keyword over both.
         None is as good as missing. `layers` may also be a `LayerTable`. Numbers and NumPy scalars
         are read at once, tensors as `Telemetry` says.
         """
