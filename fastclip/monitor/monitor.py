@@ -173,10 +173,11 @@ class Monitor:
         `observe` or `flush` returns the events of that, too.
         """
         self._drain()
-        bands, *states = self._history[-1][1]
+        after, (bands, *states) = self._history[-1]
         return {
-            "step": None if self._step == -math.inf else self._step,
+            "step": _or_none(self._step),
             "attempt": self.attempt,
+            "after": _or_none(after),  # an earlier step, where a state has just been loaded
             "bands": bands,
             "detectors": dict(zip(self._keys, states, strict=True)),
         }
@@ -195,12 +196,12 @@ class Monitor:
         saved = state["detectors"]
         pairs = zip(self._keys, self.detectors, strict=True)
         loaded = (state["bands"], *(saved.get(key, d.init()) for key, d in pairs))
-        step = -math.inf if state["step"] is None else state["step"]
-        self._go_back(step)
+        step, after = (-math.inf if s is None else s for s in (state["step"], state["after"]))
+        self._go_back(after)
         if len(self._history) == 1 and self._history[0][0] == -math.inf:
             # Nothing observed yet, so this is where the run starts, whatever its next step.
             self._history[0] = (-math.inf, loaded)
-        self._history.append((step, loaded))
+        self._history.append((after, loaded))
         self._attempt = max(self._attempt, state["attempt"])
         self._step = max(self._step, step)
 
@@ -299,20 +300,23 @@ class Monitor:
         return (self._bands.init(), *(detector.init() for detector in self.detectors))
 
 
+def _or_none(step: float) -> float | None:
+    return None if step == -math.inf else step
+
+
 def _require_state(state: dict[str, Any]) -> None:
     """`ValueError` or `TypeError` for what is no state of a Monitor with these bands."""
     if not isinstance(state, dict):
         raise TypeError(f"a state of a Monitor is a dict, got {state!r:.80}")
-    missing = {"step", "attempt", "bands", "detectors"} - state.keys()
+    missing = {"step", "attempt", "after", "bands", "detectors"} - state.keys()
     if missing:
         raise ValueError(f"a state of a Monitor has {min(missing)!r}, got {list(state)!r:.80}")
-    step, attempt, saved = state["step"], state["attempt"], state["detectors"]
-    if not isinstance(attempt, int) or not (step is None or isinstance(step, int)):
-        raise TypeError(
-            f"step and attempt of a state are whole numbers, got {step!r:.80} and {attempt!r:.80}"
-        )
-    if not isinstance(saved, dict):
-        raise TypeError(f"the detectors of a state are a dict, got {saved!r:.80}")
+    for name, none in (("step", True), ("attempt", False), ("after", True)):
+        value = state[name]
+        if not (isinstance(value, int) or (none and value is None)):
+            raise TypeError(f"{name} of a state is a whole number, got {value!r:.80}")
+    if not isinstance(state["detectors"], dict):
+        raise TypeError(f"the detectors of a state are a dict, got {state['detectors']!r:.80}")
     require_bands(state["bands"])
 
 
