@@ -6,12 +6,10 @@ from dataclasses import replace
 from itertools import repeat
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 
-from fastclip.monitor.records import LayerRow, StepRecord
+from fastclip.monitor.records import COLUMNS, LayerRow, StepRecord
 
 if TYPE_CHECKING:
     from torch import Tensor
-
-COLUMNS = LayerRow._fields[1:]
 
 
 class LayerTable(NamedTuple):
