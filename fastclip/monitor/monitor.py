@@ -173,11 +173,11 @@ class Monitor:
         `observe` or `flush` returns the events of that, too.
         """
         self._drain()
-        after, (bands, *states) = self._history[-1]
+        judged, (bands, *states) = self._history[-1]
         return {
             "step": _or_none(self._step),
             "attempt": self.attempt,
-            "after": _or_none(after),  # an earlier step, where a state has just been loaded
+            "judged": _or_none(judged),  # an earlier step, where a state was just loaded
             "bands": bands,
             "detectors": dict(zip(self._keys, states, strict=True)),
         }
@@ -196,12 +196,12 @@ class Monitor:
         saved = state["detectors"]
         pairs = zip(self._keys, self.detectors, strict=True)
         loaded = (state["bands"], *(saved.get(key, d.init()) for key, d in pairs))
-        step, after = (-math.inf if s is None else s for s in (state["step"], state["after"]))
-        self._go_back(after)
+        step, judged = (-math.inf if state[s] is None else state[s] for s in ("step", "judged"))
+        self._go_back(judged)
         if len(self._history) == 1 and self._history[0][0] == -math.inf:
             # Nothing observed yet, so this is where the run starts, whatever its next step.
             self._history[0] = (-math.inf, loaded)
-        self._history.append((after, loaded))
+        self._history.append((judged, loaded))
         self._attempt = max(self._attempt, state["attempt"])
         self._step = max(self._step, step)
 
@@ -308,10 +308,10 @@ def _require_state(state: dict[str, Any]) -> None:
     """`ValueError` or `TypeError` for what is no state of a Monitor with these bands."""
     if not isinstance(state, dict):
         raise TypeError(f"a state of a Monitor is a dict, got {state!r:.80}")
-    missing = {"step", "attempt", "after", "bands", "detectors"} - state.keys()
+    missing = {"step", "attempt", "judged", "bands", "detectors"} - state.keys()
     if missing:
         raise ValueError(f"a state of a Monitor has {min(missing)!r}, got {list(state)!r:.80}")
-    for name, none in (("step", True), ("attempt", False), ("after", True)):
+    for name, none in (("step", True), ("attempt", False), ("judged", True)):
         value = state[name]
         if not (isinstance(value, int) or (none and value is None)):
             raise TypeError(f"{name} of a state is a whole number, got {value!r:.80}")

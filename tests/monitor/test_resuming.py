@@ -98,7 +98,7 @@ def test_a_state_saved_between_a_rollback_and_the_next_record() -> None:
 WRONG: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
     "step": ({"step": "5"}, TypeError, "step of a state is a whole number, got '5'"),
     "attempt": ({"attempt": None}, TypeError, "attempt of a state is a whole number, got None"),
-    "after": ({"after": 4.5}, TypeError, r"after of a state is a whole number, got 4\.5"),
+    "judged": ({"judged": 4.5}, TypeError, r"judged of a state is a whole number, got 4\.5"),
     "detectors": ({"detectors": []}, TypeError, r"the detectors of a state are a dict, got \[\]"),
     "bands": ({"bands": None}, ValueError, "a state of the bands has two parts, got None"),
     "fewer-bands": ({"bands": ([], None)}, ValueError, r"one for each of loss, .*got \[\]"),
