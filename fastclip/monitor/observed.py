@@ -87,8 +87,11 @@ def given(
 
 
 def _from_watch(watch: Watch) -> dict[str, Any]:
-    taken = {name: value for name, value in watch.take().items() if value is not None}
     kind = type(watch).__name__
+    measured = watch.take()
+    if not isinstance(measured, Mapping):
+        raise TypeError(f"{kind}.take() must give a mapping of fields, gave {measured!r:.80}")
+    taken = {name: value for name, value in measured.items() if value is not None}
     for name in taken:
         if name not in _KNOWN:
             raise TypeError(f"{kind}.take() gave {name!r}, which a record has not")
@@ -104,6 +107,8 @@ def _from_stats(stats: "GradStats") -> dict[str, Any]:
     The table is as fixed as `GradStats` itself: each step makes one. Copying it all the same would
     take 5 us on the CPU for 300 gradients and 9 for 2,000, a tenth and a sixth of a step's cost.
     """
+    if not hasattr(stats, "total_norm"):
+        raise TypeError(f"stats must be GradStats, got {stats!r:.80}; a norm alone is grad_norm=")
     coef = stats.coef
     found = {
         "grad_norm": stats.total_norm,

@@ -135,6 +135,7 @@ REFUSED: list[tuple[type[Exception], str, dict[str, Any]]] = [
     (TypeError, "layers must be a sequence of LayerRow, got 3", {"layers": 3}),
     (TypeError, "loss is on the device meta", {"loss": torch.ones((), device="meta")}),
     (TypeError, "batch is on the device meta", {"batch": [torch.ones(2, device="meta")]}),
+    (TypeError, r"stats must be GradStats, got tensor\(2.\); a norm", {"stats": torch.tensor(2.0)}),
 ]
 
 
