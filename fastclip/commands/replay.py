@@ -15,7 +15,13 @@ INDENT = 10
 def run(log: str, json: bool) -> int:
     """Replay and print; the exit status is 0 whatever was found."""
     reader = Log(log)
-    events = Monitor().replay(reader)
+    monitor = Monitor()
+    events: list[Event] = []
+    attempts: list[int] = []  # of each event
+    for record in reader:
+        new = monitor.replay((record,))
+        events += new
+        attempts += [monitor.attempt] * len(new)
     reader.report_skipped()
     if json:
         print_json(
@@ -26,16 +32,16 @@ def run(log: str, json: bool) -> int:
             }
         )
     else:
-        print(_text(reader, events))
+        print(_text(reader, events, attempts))
     return 0
 
 
-def _text(log: Log, events: list[Event]) -> str:
+def _text(log: Log, events: list[Event], attempts: list[int]) -> str:
     if not events:
         return f"{log}\nno events"
     # As many steps as it takes to log the records that end an excursion.
     gap = CALM * max(1.0, (log.last - log.first) / log.records)
-    found = incidents(events, gap)
+    found = incidents(events, gap, attempts)
     lines = [str(log), f"{counted(len(events), 'event')}, {counted(len(found), 'incident')}"]
     for incident in found[:SHOWN]:
         lines += ["", *_incident(incident)]
@@ -48,6 +54,8 @@ def _incident(incident: Incident) -> list[str]:
     steps = f"step {incident.first}"
     if incident.last != incident.first:
         steps = f"steps {incident.first} to {incident.last}, {incident.events} events"
+    if incident.attempt:
+        steps += f", attempt {incident.attempt}"
     onset = f"onset {incident.onset} ({incident.onset_metric})"
     kinds = ", ".join(incident.kinds)
     what = f"{incident.level:<{INDENT}}{steps}, {onset}: {kinds}"

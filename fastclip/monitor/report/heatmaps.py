@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 from fastclip.monitor.report.figures import Figure
 from fastclip.monitor.report.grid import Column, Grid
-from fastclip.monitor.report.text import clean, escape
+from fastclip.monitor.report.text import clean, label
 
 ROWS = 60  # layers that are shown
 LABEL = 40  # characters of a layer's name beside its row
@@ -86,7 +86,7 @@ def _labels(columns: Sequence[Column]) -> list[str]:
 
 def _heat(names: Sequence[str], labels: list[str]) -> tuple[Figure, Figure]:
     """A trace without values, and a layout. The rows are in `trace["y"]`."""
-    rows = [escape(name, 120) for name in names]
+    rows = [label(name, 120) for name in names]
     if len(set(rows)) < len(rows):  # where they were cut
         rows = [f"{place}: {row}" for place, row in enumerate(rows)]
     trace = {
@@ -107,10 +107,10 @@ def _heat(names: Sequence[str], labels: list[str]) -> tuple[Figure, Figure]:
             **{"type": "category", "showgrid": False, "automargin": True},
             "range": [len(rows) - 0.5, -0.5],
             **{"tickmode": "array", "tickvals": rows},
-            "ticktext": [escape(short(name, LABEL)) for name in names],
+            "ticktext": [label(short(name, LABEL)) for name in names],
         },
         "hovermode": "closest",
-        "meta": {"heat": True, "narrow": [escape(short(name, NARROW)) for name in names]},
+        "meta": {"heat": True, "narrow": [label(short(name, NARROW)) for name in names]},
     }
     return trace, layout
 
@@ -210,7 +210,7 @@ def calibration(curves: Sequence[tuple[str, str, Sequence[tuple[float, float]]]]
     for name, color, curve in curves:
         data.append(
             {
-                **{"type": "scatter", "mode": "lines+markers", "name": escape(name)},
+                **{"type": "scatter", "mode": "lines+markers", "name": label(name)},
                 "x": [float(f"{threshold:.6g}") for threshold, _ in curve],
                 "y": [float(f"{rate:.6g}") for _, rate in curve],
                 "line": {"color": color, "width": 1.6},

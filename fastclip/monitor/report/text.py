@@ -16,8 +16,13 @@ def clean(value: Any, longest: int = LONGEST) -> str:
 
 
 def escape(value: Any, longest: int = LONGEST) -> str:
-    """As HTML, which is also what plotly takes its texts for."""
+    """As HTML."""
     return html.escape(clean(value, longest))
+
+
+def label(value: Any, longest: int = LONGEST) -> str:
+    """For plotly, which takes its texts for HTML but shows `&quot;` as it is."""
+    return html.escape(clean(value, longest), quote=False)
 
 
 def number(value: float | None) -> str:

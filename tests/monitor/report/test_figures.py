@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from fastclip.monitor import StepRecord
+from fastclip.monitor import LayerRow, StepRecord
 from fastclip.monitor.report import heatmaps
 from fastclip.monitor.report.figures import BELOW, TOP, charts
 from fastclip.monitor.report.run import Run
@@ -37,6 +37,17 @@ def test_plotly_accepts_them(runs: list[list[StepRecord]]) -> None:
     for figure in figures:
         go.Figure(figure)  # raises ValueError for a property that there is not
         json.dumps(figure, allow_nan=False)
+
+
+def test_labels_are_as_plotly_reads_them() -> None:
+    """It knows `&lt;` and `&amp;`, but would show `&quot;`."""
+    rows = (LayerRow('<w> & "b"', 1.0, 1.0, 0.0),)
+    run = read([StepRecord(step, 1.0, layers=rows) for step in range(2)], 'a "run"')
+    found = heatmaps.layers(run.grid)
+    assert found
+    assert found.norms
+    assert found.norms["layout"]["yaxis"]["ticktext"] == ['&lt;w&gt; &amp; "b"']
+    assert drawn(run)["loss"]["data"][0]["name"] == 'a "run"'
 
 
 def test_a_chart_for_what_was_logged_and_no_other() -> None:

@@ -69,7 +69,7 @@ def test_the_text_has_the_main_numbers() -> None:
             if incident.first == incident.last
             else (f"steps {incident.first} to {incident.last}")
         )
-        told = f"{steps} attempt {episode.attempt} onset {episode.onset} {incident.onset_metric}"
+        told = f"{steps} attempt {incident.attempt} onset {episode.onset} {incident.onset_metric}"
         assert f"{told} {incident.message} {', '.join(incident.kinds)}" in text
 
 
