@@ -10,7 +10,7 @@ from fastclip.monitor.bands import CALM
 from fastclip.monitor.incidents import incidents
 from fastclip.monitor.report.evidence import FIRST
 from tests.monitor.making import changed, healthy, incident_log, mixtral
-from tests.monitor.report.logs import eventful, read
+from tests.monitor.report.logs import eventful, read, run_of
 
 
 @pytest.mark.parametrize(
@@ -52,7 +52,7 @@ def test_evidence_is_the_first_events_and_the_worst() -> None:
 
 
 def test_extremes() -> None:
-    run = read(incident_log())
+    run = run_of(incident_log)
     records = incident_log()
     losses = [(r.loss, r.step) for r in records if r.loss is not None and math.isfinite(r.loss)]
     worst = run.worst["loss"]
