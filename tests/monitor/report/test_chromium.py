@@ -195,6 +195,8 @@ def test_a_narrow_screen_is_not_left(
     wide, room = opened.evaluate(f"return [{root}.scrollWidth, {root}.clientWidth]")
     assert wide <= room == width
     assert opened.evaluate(SMALL) == []
+    turned = "[...document.querySelectorAll('.cbaxis text')].filter(e => /rotate\\(-?[1-9]/"
+    assert opened.evaluate(f"return {turned}.test(e.getAttribute('transform'))).length") == 0
     # A swipe over a chart scrolls the page.
     assert opened.evaluate("return document.getElementById('chart-loss').layout.dragmode") is False
     plot = opened.evaluate(

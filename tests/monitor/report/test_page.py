@@ -18,6 +18,7 @@ from fastclip.monitor.report.thinning import BUCKETS
 from tests.monitor.making import changed, healthy, incident_log, mixtral, times
 from tests.monitor.report.logs import (
     HOSTILE,
+    NAMES,
     baseline,
     eventful,
     figures,
@@ -69,6 +70,7 @@ def test_the_text_has_the_main_numbers() -> None:
         "Attempts 3 went back to earlier steps 2 times",
         "Worst loss 7.6969 at step 150; not finite in 3 records, first at step 500",
         "Largest gradient norm 2.27386 at step 920; not finite in 1 record, first at step 502",
+        f"Layers not finite 4 {NAMES[30]}, {NAMES[31]} and 2 more",
         "Steps skipped 1",
     ):
         assert expected in text
