@@ -48,7 +48,8 @@ def of_event(event: Event, attempt: int) -> Incident:
     """The incident of one event alone."""
     return Incident(
         *(event.step, event.step, event.onset, event.onset_metric),
-        *(event.level, (event.kind,), 1, event.message, attempt),
+        *(event.level, (event.kind,), 1, event.message),
+        attempt,
     )
 
 
