@@ -34,9 +34,13 @@ def incidents(
     One belongs to the incident before it if that was going on at its onset, or ended at most `gap`
     steps before it, in the same attempt: what a rollback did not prevent happened again.
     """
+    return merged(map(of_event, events, repeat(0) if attempts is None else attempts), gap)
+
+
+def merged(parts: Iterable[Incident], gap: float) -> list[Incident]:
+    """Merge incidents as events are merged."""
     found: list[Incident] = []
-    for event, attempt in zip(events, repeat(0) if attempts is None else attempts, strict=False):
-        new = of_event(event, attempt)
+    for new in parts:
         if found and belongs(new, found[-1], gap):
             found[-1] = joined(found[-1], new)
         else:

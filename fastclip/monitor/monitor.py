@@ -144,16 +144,18 @@ class Monitor:
 
     def replay(self, log: str | os.PathLike[str] | Iterable[StepRecord]) -> list[Event]:
         """Observe the records of a log, and write them to no sink; their events."""
+        return list(self.replayed(log))
+
+    def replayed(self, log: str | os.PathLike[str] | Iterable[StepRecord]) -> Iterator[Event]:
+        """As `replay`, one event after another: records are observed as far as is asked for."""
         self._drain()
-        events: list[Event] = []
         for record in JSONL(log) if isinstance(log, str | os.PathLike) else log:
             # 0 is also what a log says that knows nothing of attempts.
             attempt = record.attempt or self._attempt + (record.step <= self._step)
             record = _in_attempt(record, attempt)
             found, states = self._judged(record)
             self._commit(record, states)
-            events += found
-        return events
+            yield from found
 
     def state_dict(self) -> dict[str, Any]:
         """What the detectors remember, and where the run is: plain data of bounded size.

@@ -1,10 +1,14 @@
 """`fastclip replay` and `fastclip calibrate`: output, faults, exit statuses, and no torch."""
 
+import contextlib
+import itertools
 import json
 import math
 import os
 import subprocess
 import sys
+import tracemalloc
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -12,8 +16,8 @@ from typing import Any
 import pytest
 
 from fastclip.cli import main
-from fastclip.commands import logs
-from fastclip.monitor import JSONL, Monitor, StepRecord, suggest_max_norm
+from fastclip.commands import logs, replay
+from fastclip.monitor import JSONL, Monitor, StepRecord, monitor, suggest_max_norm
 from tests.monitor.making import changed, healthy, incident_log, mixtral, times
 
 Capture = pytest.CaptureFixture[str]
@@ -54,6 +58,46 @@ def test_replay_json_has_every_event(log: str, capsys: Capture) -> None:
         assert list(one) == list(vars(event))
         one["value"] = float(one["value"])  # "nan" and "inf" too
         assert repr(one) == repr({**vars(event), "value": float(event.value)})
+
+
+@pytest.mark.parametrize("form", [(), ("--json",)], ids=["text", "json"])
+def test_replay_does_not_keep_events(
+    form: tuple[str, ...], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(replay, "SPOOLED", 1000)
+    monkeypatch.setattr(monitor, "KEPT", 50)  # states
+    peaks, counts = [], (500, 2000)
+    for count in counts:
+        bad = (range(100, count), "loss", math.nan)  # an event in each
+        path = saved(tmp_path / f"{count}.jsonl", changed(healthy(count), bad))
+        with (tmp_path / "out").open("w") as out, contextlib.redirect_stdout(out):
+            tracemalloc.start()
+            assert main(["replay", path, *form]) == 0
+            peaks.append(tracemalloc.get_traced_memory()[1])
+            tracemalloc.stop()
+    text = (tmp_path / "out").read_text()
+    if form:
+        assert [one["step"] for one in json.loads(text)["events"]] == list(range(100, 2000))
+    else:
+        assert "1,900 events, 1 incident" in text
+    each = (peaks[1] - peaks[0]) / (counts[1] - counts[0])
+    assert each < 100, f"{each:.0f} bytes an event"  # one kept takes 300, and 2,700 as JSON
+
+
+def test_nothing_is_printed_of_a_log_that_cannot_be_read_to_its_end(
+    log: str, capsys: Capture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    read = logs.records
+
+    def failing(*arguments: Any) -> Iterator[StepRecord]:
+        yield from itertools.islice(read(*arguments), 1500)
+        raise OSError(5, "Input/output error")
+
+    monkeypatch.setattr(logs, "records", failing)
+    monkeypatch.setattr(replay, "SPOOLED", 100)
+    for form in ([], ["--json"]):
+        assert main(["replay", log, *form]) == 2
+        assert capsys.readouterr() == ("", f"fastclip: cannot read {log!r}: Input/output error\n")
 
 
 REAL = """\

@@ -210,6 +210,7 @@ print(status, int(peak) / 1024, time.process_time())
 """
 
 
+@pytest.mark.alone
 @pytest.mark.slow
 @pytest.mark.skipif(sys.platform != "linux", reason="the peak is read from /proc")
 def test_a_long_log_takes_bounded_memory(tmp_path: Path) -> None:
