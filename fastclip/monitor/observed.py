@@ -123,7 +123,7 @@ def _from_stats(stats: "GradStats") -> dict[str, Any]:
 
 
 def _inverted(inv_scale: "Tensor") -> float:
-    number = inv_scale.tolist()
+    (number,) = inv_scale.reshape(1).tolist()
     return 1 / number if number else math.inf
 
 

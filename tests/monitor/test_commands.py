@@ -18,6 +18,7 @@ import pytest
 from fastclip.cli import main
 from fastclip.commands import logs, replay
 from fastclip.monitor import JSONL, Monitor, StepRecord, monitor, suggest_max_norm
+from fastclip.monitor.log import records
 from tests.monitor.making import changed, healthy, incident_log, mixtral, times
 
 Capture = pytest.CaptureFixture[str]
@@ -87,7 +88,7 @@ def test_replay_does_not_keep_events(
 def test_nothing_is_printed_of_a_log_that_cannot_be_read_to_its_end(
     log: str, capsys: Capture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    read = logs.records
+    read = records
 
     def failing(*arguments: Any) -> Iterator[StepRecord]:
         yield from itertools.islice(read(*arguments), 1500)
