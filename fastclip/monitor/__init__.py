@@ -60,6 +60,10 @@ if TYPE_CHECKING:
     from fastclip.monitor.records import Event as Event
     from fastclip.monitor.records import LayerRow as LayerRow
     from fastclip.monitor.records import StepRecord as StepRecord
+    from fastclip.monitor.recovery import Checkpoint as Checkpoint
+    from fastclip.monitor.recovery import Recovery as Recovery
+    from fastclip.monitor.recovery import Rollback as Rollback
+    from fastclip.monitor.recovery import RollbackPolicy as RollbackPolicy
     from fastclip.monitor.sinks.console import Console as Console
     from fastclip.monitor.sinks.mlflow import MLflow as MLflow
     from fastclip.monitor.sinks.tensorboard import TensorBoard as TensorBoard
@@ -72,6 +76,7 @@ __all__ = [
     "JSONL",
     "ActivationWatch",
     "Calibration",
+    "Checkpoint",
     "ClipRate",
     "Console",
     "Detector",
@@ -87,7 +92,10 @@ __all__ = [
     "NonFiniteOrigin",
     "ParameterWatch",
     "PrecisionReport",
+    "Recovery",
     "RobustSpike",
+    "Rollback",
+    "RollbackPolicy",
     "Sink",
     "Spike",
     "StepRecord",
@@ -117,6 +125,7 @@ _MODULES = {
     "monitor": ("Monitor", "Sink"),
     "observed": ("Watch",),
     "records": ("Event", "LayerRow", "StepRecord"),
+    "recovery": ("Checkpoint", "Recovery", "Rollback", "RollbackPolicy"),
     "sinks.console": ("Console",),
     "sinks.mlflow": ("MLflow",),
     "sinks.tensorboard": ("TensorBoard",),

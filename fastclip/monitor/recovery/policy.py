@@ -1,0 +1,86 @@
+"""What rolls a run back, and what is told of it: plain data."""
+
+import math
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import NamedTuple
+
+from fastclip.monitor.records import LEVELS, Event
+
+_COUNTS = ("confirm", "before", "after", "lr_steps", "max_rollbacks")
+
+
+@dataclass(frozen=True)
+class RollbackPolicy:
+    """When to roll back, what to skip then, and how often.
+
+    Args:
+        on: events of this level or a higher one roll back; or a predicate of an event. On several
+            ranks it has to answer the same on each.
+        confirm: a checkpoint is good once this many steps after it raised no such event.
+        before: suspect are the batches of the steps from ``onset - before`` ...
+        after: ... to ``alarm + after``.
+        lr_scale: after a rollback the learning rate is multiplied by this ...
+        lr_steps: ... for this many steps.
+        max_rollbacks: for the whole run.
+        ranks: the ranks whose batches are to blame for an event; None, or an answer of None, means
+            all of them. The others go on with the batches that they would have had.
+    """
+
+    on: str | Callable[[Event], bool] = "critical"
+    confirm: int = 100
+    before: int = 1
+    after: int = 0
+    lr_scale: float = 0.5
+    lr_steps: int = 200
+    max_rollbacks: int = 3
+    ranks: Callable[[Event], Iterable[int] | None] | None = None
+
+    def __post_init__(self) -> None:
+        if not (callable(self.on) or self.on in LEVELS):
+            names = ", ".join(map(repr, LEVELS))
+            raise ValueError(f"on must be one of {names} or a function, got {self.on!r}")
+        for name in _COUNTS:
+            value = getattr(self, name)
+            if not isinstance(value, int) or isinstance(value, bool) or value < 0:
+                raise ValueError(f"{name} must be a whole number of at least 0, got {value!r}")
+        if not (math.isfinite(self.lr_scale) and self.lr_scale >= 0):
+            raise ValueError(f"lr_scale must be finite and at least 0, got {self.lr_scale!r}")
+
+    def matches(self, event: Event) -> bool:
+        if callable(self.on):
+            return bool(self.on(event))
+        return LEVELS.index(event.level) >= LEVELS.index(self.on)
+
+    def blamed(self, events: Iterable[Event], size: int) -> tuple[int, ...]:
+        """Which of `size` ranks the batches of `events` are to be skipped on."""
+        found: set[int] = set()
+        for event in events:
+            ranks = None if self.ranks is None else self.ranks(event)
+            named = range(size) if ranks is None else ranks
+            for rank in named:
+                if not 0 <= rank < size:
+                    raise ValueError(f"ranks gave {rank!r} for an event, of {size} ranks")
+                found.add(rank)
+        return tuple(sorted(found))
+
+
+class Checkpoint(NamedTuple):
+    """One on disk; `step` is the number of updates it contains, and the next step to run."""
+
+    step: int
+    path: Path
+    confirmed: bool
+
+
+class Rollback(NamedTuple):
+    """The alarm at `step`, of a fault that began at `onset`, took the run back to `target`.
+
+    `skipped`: the batches that it took out of the run, on this rank.
+    """
+
+    step: int
+    onset: int
+    target: int
+    skipped: tuple[int, ...]

@@ -1,0 +1,360 @@
+"""From an alarm back to a checkpoint known to be good, and on without the batches at fault."""
+
+import os
+import warnings
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from copy import deepcopy
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Protocol
+
+from fastclip.monitor.monitor import Monitor
+from fastclip.monitor.records import Event
+from fastclip.monitor.recovery.files import Damaged
+from fastclip.monitor.recovery.ledger import Decision, Ledger
+from fastclip.monitor.recovery.policy import Checkpoint, Rollback, RollbackPolicy
+
+if TYPE_CHECKING:
+    from fastclip.monitor.recovery.replaying import Replay
+
+_POLICY = RollbackPolicy()
+
+
+class Stateful(Protocol):
+    def state_dict(self) -> dict[str, Any]: ...
+    def load_state_dict(self, state_dict: dict[str, Any]) -> Any: ...
+
+
+class Recovery:
+    """Checkpoints of a run, and the way back to one when something went wrong.
+
+    >>> state = dict(model=model, optimizer=optimizer, scheduler=scheduler, clipper=clipper,
+    ...              monitor=monitor)
+    >>> recovery = Recovery("checkpoints", state)
+    >>> for step, batch in recovery.steps(100_000):
+    ...     loss = forward(data[batch])
+    ...     loss.backward()
+    ...     stats = clipper.step(optimizer)
+    ...     optimizer.zero_grad()
+    ...     scheduler.step()
+    ...     recovery.handle(monitor.observe(step=step, loss=loss, stats=stats, batch=batch))
+
+    A checkpoint of step s contains s updates. It is confirmed, and may be gone back to, once
+    `policy.confirm` steps after it raised no event that calls for a rollback. One that is damaged
+    is passed over with a `UserWarning` that names it.
+
+    Args:
+        directory: where the checkpoints are, and `recovery.json`, which has what a rollback does
+            not take back: rollbacks, skipped batches, and how far checkpoints are confirmed.
+        state: by name, anything with `state_dict` and `load_state_dict` of plain data and tensors.
+            Random number generators (torch on every device, Python, NumPy if it is loaded) and the
+            step are added. Optimizers among them are cut after a rollback; who steps in another
+            way reads `lr_scale`.
+        policy: when to go back, and what to skip then.
+        every: steps between two checkpoints.
+        keep: the newest `keep` confirmed checkpoints stay, and every unconfirmed one.
+        asynchronous: go on as soon as the state is copied to the host's memory, and write it
+            meanwhile; an error in writing is raised when the next checkpoint is due.
+
+    On several ranks (the default process group) each makes one with the same arguments, on a folder
+    that all share, and hands `handle` the same events: then all decide the same, and `handle`
+    without such an event exchanges nothing. Shared files are written by rank 0; an error on one
+    rank is an error on all. Each rank has its own random state and its own count of batches.
+    """
+
+    def __init__(
+        self,
+        directory: str | os.PathLike[str],
+        state: Mapping[str, Stateful],
+        policy: RollbackPolicy = _POLICY,
+        *,
+        every: int = 100,
+        keep: int = 3,
+        asynchronous: bool = False,
+    ) -> None:
+        _require_state(state)
+        _require_count("every", every)
+        _require_count("keep", keep)
+        from fastclip.monitor.recovery.checkpoints import Checkpoints
+        from fastclip.monitor.recovery.contents import Contents
+        from fastclip.monitor.recovery.ranks import Ranks
+
+        self.policy, self.every, self.keep = policy, every, keep
+        self._asynchronous = asynchronous
+        self._ranks = Ranks()
+        self._contents = Contents(state, lambda: self.lr_scale)
+        folder = Path(directory)
+        self._store = Checkpoints(folder, self._ranks)
+        self._monitors = [each for each in state.values() if isinstance(each, Monitor)]
+        self._ledger = Ledger(folder, self._ranks.size)
+        self._ranks.gather("reading recovery.json", self._ledger.read)
+        self._step: int | None = None  # the next one, or the one that is going on
+        self._handled = False  # whether this step's update is in the state, as far as known
+        self._stored: int | None = None  # the checkpoint that the state is, bit for bit
+        self._waiting: list[int] = []  # checkpoints that are not confirmed, ascending
+        self.lr_scale = 1.0
+
+    @property
+    def checkpoints(self) -> list[Checkpoint]:
+        """Oldest first; one that is still being written is not among them."""
+        return [self._checkpoint(step) for step in self._store.steps()]
+
+    @property
+    def rollbacks(self) -> list[Rollback]:
+        rank = self._ranks.rank
+        return [
+            Rollback(each.step, each.onset, each.target, each.skipped[rank])
+            for each in self._ledger.rollbacks
+        ]
+
+    @property
+    def skipped(self) -> list[int]:
+        """Batches never to be used again, on this rank, ascending."""
+        return self._ledger.skipped(self._ranks.rank)
+
+    def steps(self, stop: int) -> Iterator[tuple[int, int]]:
+        """The steps up to but without `stop`, each with the number of its batch.
+
+        Goes on from the newest intact checkpoint (after `restore`, from the one that it loaded),
+        or saves step 0 if there is none. `RuntimeError` if there are some and none is intact.
+        Before each checkpoint, and at `stop`, events that a Monitor in the state gives for records
+        still on their way are handled as by `handle`.
+        """
+        self._begin()
+        self._contents.cut.attach()
+        try:
+            while self._ready(stop):
+                step = self._now()
+                self._handled, self._stored = False, None
+                self._set_scale()
+                yield step, self._ledger.batch(self._ranks.rank, step)
+                self._step, self._handled = step + 1, False
+        finally:
+            self._contents.cut.detach()
+            self._store.join()
+
+    def handle(self, events: Iterable[Event]) -> bool:
+        """Decide what to do about events; True: this step will be rolled back.
+
+        The decision is on disk when this returns, and is carried out when the next step is asked
+        for. Events of later steps than this one are of an abandoned attempt and ignored. Raises
+        `RuntimeError` if the budget is used up or no checkpoint can be gone back to.
+        """
+        self._handled = True
+        step = self._step
+        found = [e for e in events if self.policy.matches(e) and (step is None or e.step <= step)]
+        if found and self._ledger.pending is None:
+            self._decide(found)
+        return self._ledger.pending is not None
+
+    def save(self) -> Checkpoint:
+        """Write a checkpoint now. In the loop's body it is one of this step before `handle` is
+        called, and of the next step after.
+
+        Checkpoints of this step and of later ones are of an abandoned attempt and removed.
+        `TypeError` names what in the state is no plain data; `OSError`, if the files cannot be
+        written, leaves the earlier checkpoints as they were.
+        """
+        if self._ledger.pending is not None:
+            raise RuntimeError("this step will be rolled back, so its state is not saved")
+        self._store.wait()
+        present = self._listed()
+        if self._step is None:
+            if present:
+                raise RuntimeError(
+                    f"{self._store.folder} has checkpoints: call steps() or restore() before save()"
+                )
+            self._start()
+        step = self._now() + self._handled
+        if self._stored != step or step not in present:
+            self._contents.cut.restore()
+            packed = self._ranks.each("reading the state", self._contents.pack)
+            self._remove([each for each in present if each >= step])
+            if step <= self._ledger.confirmed:  # of one that was removed
+                self._change(confirmed=step - 1)
+            self._store.save(step, packed, asynchronous=self._asynchronous)
+            self._stored = step
+            self._waiting = [each for each in self._waiting if each < step] + [step]
+        return self._checkpoint(step)
+
+    def restore(self, before: int | None = None) -> int:
+        """Load the newest intact checkpoint of a step of at most `before`; its step.
+
+        Gradients are set to None, as in a new process. `RuntimeError` if there is none.
+        """
+        pending = self._ledger.pending
+        if pending is not None:
+            self._store.wait()
+            self._remove([step for step in self._listed() if step > pending])
+            before = pending if before is None else min(before, pending)
+        step, content = self._newest(before)
+        self._ranks.each("loading the state", lambda: self._contents.unpack(content))
+        self._step, self._handled, self._stored = step, False, step
+        self._set_scale()
+        if pending is not None:
+            self._change(pending=None)
+        return step
+
+    def replay(
+        self, step: int, run: Callable[[int, int], object], *, rollbacks: int | None = None
+    ) -> "Replay":
+        """Run up to and including `step` twice from the checkpoint before it, and compare.
+
+        `run(step, batch)` is the loop's body, without what writes down that a step was taken
+        (`observe`, `handle`), and returns the loss. It gets the batches, the random state and the
+        learning rate that the run had; which those were depends on how many `rollbacks` there had
+        been: None means as many as were carried out. The state is afterwards as before.
+        """
+        from fastclip.monitor.recovery.replaying import replay
+
+        total = len(self._ledger.rollbacks)
+        n = total - (self._ledger.pending is not None) if rollbacks is None else rollbacks
+        if not 0 <= n <= total:
+            raise ValueError(f"rollbacks must be 0 to {total}, got {n!r}")
+        if step < 0:
+            raise ValueError(f"step must be at least 0, got {step!r}")
+        return replay(self, step, run, n)
+
+    def _begin(self) -> None:
+        if self._listed() or self._ledger.pending is not None or self._ledger.confirmed >= 0:
+            if not self._ledger.path.exists():
+                raise RuntimeError(
+                    f"{self._ledger.path} is missing: it has the skipped batches and the rollbacks "
+                    "of the run whose checkpoints are beside it"
+                )
+            self.restore(self._stored)
+        else:
+            self._start()
+
+    def _start(self) -> None:
+        self._step, self._handled = 0, False
+        self._change()
+
+    def _ready(self, stop: int) -> bool:
+        """Whether there is a next step, after all that is due before it."""
+        self._contents.cut.restore()
+        while True:
+            if self._ledger.pending is not None:
+                self.restore()
+            self._confirm()
+            step = self._now()
+            if step < stop and step % self.every:
+                return True
+            if self._stored != step:
+                if self.handle(event for each in self._monitors for event in each.flush()):
+                    continue
+                self._handled = False
+                self.save()
+            if not self._asynchronous or step >= stop:
+                self._store.wait()
+                self._confirm()
+            return step < stop
+
+    def _decide(self, events: list[Event]) -> None:
+        policy, ledger = self.policy, self._ledger
+        step = max(event.step for event in events)
+        onset = min(event.step if event.onset is None else event.onset for event in events)
+        used = len(ledger.rollbacks)
+        if used >= policy.max_rollbacks:
+            raise RuntimeError(
+                f"the alarm at step {step}, onset {onset}, calls for a rollback, and all are used: "
+                f"{used} of at most {policy.max_rollbacks} ({events[0].kind}: {events[0].message})"
+            )
+        target = self._target(step, onset)
+        suspect = range(max(onset - policy.before, 0), step + policy.after + 1)
+        blamed = policy.blamed(events, ledger.size)
+        skipped = tuple(
+            tuple(ledger.batch(rank, each) for each in suspect) if rank in blamed else ()
+            for rank in range(ledger.size)
+        )
+        decision = Decision(step, onset, target, target + policy.lr_steps, skipped)
+        changed = deepcopy(ledger)
+        changed.add(decision)
+        self._write(changed)
+
+    def _target(self, step: int, onset: int) -> int:
+        self._store.wait()
+        newest = min(onset - self.policy.before, self._ledger.confirmed)
+        for each in reversed(self._listed()):
+            if each <= newest or each == 0:
+                if self._intact(each, self._store.verify):
+                    return each
+        raise RuntimeError(
+            f"the alarm at step {step}, onset {onset}, calls for a rollback, and there is no "
+            f"intact, confirmed checkpoint of a step of at most {onset - self.policy.before} "
+            f"in {self._store.folder}"
+        )
+
+    def _confirm(self) -> None:
+        """Confirm what has come far enough, and let go of what is then too old."""
+        limit = self._now() - self.policy.confirm
+        good = [step for step in self._waiting if step <= limit]
+        if not good:
+            return
+        self._store.wait()
+        self._change(confirmed=good[-1])
+        confirmed = [step for step in self._listed() if step <= good[-1]]
+        self._remove(confirmed[: -self.keep])
+
+    def _newest(self, before: int | None) -> tuple[int, dict[str, Any]]:
+        """Step and content of the newest intact checkpoint of a step of at most `before`."""
+        self._store.wait()
+        for step in reversed(self._listed()):
+            if before is None or step <= before:
+                content = self._intact(step, self._read)
+                if content is not None:
+                    return step, content
+        limit = "" if before is None else f" of a step of at most {before}"
+        raise RuntimeError(f"{self._store.folder} has no intact checkpoint{limit}")
+
+    def _read(self, step: int) -> dict[str, Any]:
+        return self._store.read(step, self._contents.present())
+
+    def _intact(self, step: int, job: Callable[[int], Any]) -> Any:
+        """What `job` makes of a checkpoint; None, after a warning, if that is damaged."""
+        try:
+            return job(step)
+        except Damaged as error:
+            warnings.warn(f"passed over a damaged checkpoint, {error}", UserWarning, stacklevel=4)
+            return None
+
+    def _listed(self) -> list[int]:
+        """The steps of the checkpoints that there are, as rank 0 sees them."""
+        steps = self._ranks.first("listing checkpoints", self._store.steps)
+        self._waiting = [step for step in steps if step > self._ledger.confirmed]
+        return steps
+
+    def _remove(self, steps: list[int]) -> None:
+        if steps:
+            self._store.remove(steps)
+
+    def _change(self, **fields: Any) -> None:
+        changed = deepcopy(self._ledger)
+        for name, value in fields.items():
+            setattr(changed, name, value)
+        self._write(changed)
+
+    def _write(self, changed: Ledger) -> None:
+        self._ranks.first("writing recovery.json", changed.write)
+        self._ledger = changed
+
+    def _checkpoint(self, step: int) -> Checkpoint:
+        return Checkpoint(step, self._store.path(step), step <= self._ledger.confirmed)
+
+    def _now(self) -> int:
+        assert self._step is not None
+        return self._step
+
+    def _set_scale(self) -> None:
+        self.lr_scale = self.policy.lr_scale if self._ledger.cut(self._now()) else 1.0
+
+
+def _require_state(state: Mapping[str, Stateful]) -> None:
+    for name, each in state.items():
+        for method in ("state_dict", "load_state_dict"):
+            if isinstance(each, type) or not callable(getattr(each, method, None)):
+                raise TypeError(f"state[{name!r}] has no {method}: {each!r:.80}")
+
+
+def _require_count(name: str, value: object) -> None:
+    if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+        raise ValueError(f"{name} must be a whole number of at least 1, got {value!r}")
