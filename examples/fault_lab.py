@@ -172,7 +172,7 @@ def table(outcomes: Sequence[Outcome]) -> str:
             said(each.onset_metric for each in group),
             said(each.named for each in group),
             response(group),
-            said(f"{each.symptom}, {each.boundary}" for each in group),
+            said(f"{o.symptom}, {o.boundary}" for o in group if o.symptom != "none"),
             f"{min(excess):+.2f} to {max(excess):+.2f}",
             f"{sum(not broken(each) for each in group)} of {len(group)}",
         ]
