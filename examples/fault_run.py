@@ -234,7 +234,7 @@ class Run:
             boundary=found.boundary,
             final=torch.stack(losses).mean().item(),
         )
-        return outcome._replace(**self.first_alarm(), **self.first_rollback())
+        return outcome._replace(**(self.first_alarm() | self.first_rollback()))
 
     def first_alarm(self) -> dict[str, Any]:
         if not self.events:
