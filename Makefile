@@ -7,7 +7,7 @@ PY := $(VENV)/bin/python
 PIP := $(PY) -m pip install --quiet --disable-pip-version-check --constraint constraints.txt
 CXX_FILES = find csrc tests -type f '(' -name '*.cpp' -o -name '*.h' -o -name '*.cu' -o -name '*.cuh' ')'
 
-.PHONY: demo test lint bench bench-peers bench-scaling bench-training bench-distributed bench-plan bench-telemetry bench-watches plots gate test-triton-oldest test-torches test-gpu bench-gpu coverage format clean
+.PHONY: demo test lint bench bench-peers bench-scaling bench-training bench-distributed bench-plan bench-telemetry bench-watches bench-recovery plots gate test-triton-oldest test-torches test-gpu bench-gpu coverage format clean
 
 demo: $(VENV)/.installed
 	$(PY) -m fastclip demo
@@ -64,6 +64,9 @@ bench-telemetry: $(VENV)/.installed
 
 bench-watches: $(VENV)/.installed
 	$(PY) -m benchmarks.watches
+
+bench-recovery: $(VENV)/.installed
+	$(PY) -m benchmarks.recovery
 
 bench-distributed: $(VENV)/.installed
 	$(PY) -m benchmarks.distributed

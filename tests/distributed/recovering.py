@@ -120,7 +120,7 @@ def dying_in_a_save(folder: str, stop: int) -> None:
     for step, batch in run.recovery.steps(stop):
         run.body(step, batch)
         if step == 5 and run.rank == 1:
-            _Writer.write_data = _die  # type: ignore[method-assign]
+            _Writer.write_data = _die  # type: ignore[method-assign,assignment]
 
 
 def failing_to_write(folder: str) -> list[str]:

@@ -25,7 +25,7 @@ def shared(answers: list[dict[str, Any]]) -> dict[str, Any]:
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_resumed_to_the_bit(ranks: Pool, tmp_path: Path, layout: str, asynchronous: bool) -> None:
     """Stopped in the cut after a rollback; every rank has its own random numbers."""
-    run = {"layout": layout, "poison": POISON, "asynchronous": asynchronous}
+    run: dict[str, Any] = {"layout": layout, "poison": POISON, "asynchronous": asynchronous}
     whole = ranks.run(2, recovering.trained, str(tmp_path / "whole"), stop=12, **run)
     ranks.run(2, recovering.trained, str(tmp_path / "parts"), stop=8, **run)
     parts = ranks.run(2, recovering.trained, str(tmp_path / "parts"), stop=12, **run)

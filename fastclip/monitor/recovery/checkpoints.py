@@ -31,7 +31,7 @@ from fastclip.monitor.recovery.files import (
     to_json,
     write_synced,
 )
-from fastclip.monitor.recovery.packing import Packed, Unpacker
+from fastclip.monitor.recovery.packing import NoMesh, Packed, Unpacker
 from fastclip.monitor.recovery.ranks import Ranks
 from fastclip.monitor.recovery.reading import read_tensors
 
@@ -128,6 +128,8 @@ class Checkpoints:
                 wanted = {names[name]: each for name, each in unpacker.templates.items()}
                 read_tensors(path, wanted)
                 made.update(unpacker.unpack())
+            except NoMesh:
+                raise
             # Whatever is in files whose checksums were made for it: it must not end the run as
             # long as there is an older checkpoint.
             except Exception as error:

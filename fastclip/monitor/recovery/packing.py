@@ -24,6 +24,10 @@ _DICTS: dict[type, str] = {dict: "dict", OrderedDict: "ordered", Counter: "count
 _LARGE = 1 << 63  # ints from here on are written in hexadecimal: reading decimals is limited
 
 
+class NoMesh(ValueError):
+    """A DTensor of a checkpoint is on a mesh that no tensor of the run is on."""
+
+
 class Packed(NamedTuple):
     tree: Any  # of what JSON has
     tensors: dict[str, Tensor]  # by path; DTensors among them
@@ -175,7 +179,8 @@ class Unpacker:
             return
         mesh = self._meshes.get(repr(about["mesh"]))
         if mesh is None:
-            raise ValueError(f"no tensor here is on the mesh that {name} is on: {about['mesh'][0]}")
+            text = f"no module or optimizer has a tensor on the mesh of {name}: {about['mesh']}"
+            raise NoMesh(text)
         placements = [_PLACEMENTS[kind](*options) for kind, *options in about["placements"]]
         self.templates[name] = empty_dtensor(
             shape, dtype=dtype, device_mesh=mesh, placements=placements

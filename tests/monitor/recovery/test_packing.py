@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from torch import nn
 
 from fastclip.monitor import Recovery
-from fastclip.monitor.recovery.packing import Unpacker, pack
+from fastclip.monitor.recovery.packing import NoMesh, Unpacker, pack
 from tests.monitor.recovery.making import Tally
 
 PAYLOAD = struct.unpack(">d", bytes.fromhex("fff8000000000123"))[0]  # a NaN that has a sign
@@ -159,3 +159,9 @@ def test_what_is_refused(tmp_path: Path, value: Any, said: str) -> None:
 def test_versions_of_modules_are_kept(tmp_path: Path) -> None:
     state = nn.BatchNorm1d(2).state_dict()
     assert back(state)._metadata == state._metadata  # type: ignore[attr-defined]
+
+
+def test_a_mesh_that_is_not_here() -> None:
+    about = {"tensor": "it", "dtype": "float32", "shape": [2], "placements": [["shard", 0]]}
+    with pytest.raises(NoMesh, match=r"on the mesh of it: \[\[0, 1\], \['data'\]\]"):
+        Unpacker({"it": {**about, "mesh": [[0, 1], ["data"]]}}, [torch.ones(1)])
