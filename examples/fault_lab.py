@@ -238,5 +238,19 @@ def write(path: Path, names: Sequence[str], rows: Iterable[Sequence[Any]]) -> No
             writer.writerow(f"{each:.6g}" if isinstance(each, float) else each for each in row)
 
 
+def read(path: Path) -> list[Outcome]:
+    """What `--csv` wrote, to six digits."""
+    with path.open(newline="") as file:
+        return [Outcome(**{n: _value(n, row[n]) for n in row}) for row in csv.DictReader(file)]
+
+
+def _value(name: str, text: str) -> Any:
+    if name in ("final", "clean"):
+        return float(text)
+    if isinstance(Outcome._field_defaults.get(name), str) or name == "fault":
+        return text
+    return int(text) if text else None
+
+
 if __name__ == "__main__":
     sys.exit(main())
