@@ -17,7 +17,7 @@ from benchmarks import style
 HERE = Path(__file__).parent
 RESULTS = HERE / "results"
 PICTURE = HERE.parent / "docs" / "fault-lab.svg"
-SHOWN = 40  # steps before the injection; what is earlier is the same in all runs
+SHOWN = 60  # steps before the injection; what is earlier is the same in all runs
 LIMITS = (1.7, 6.0)  # nats per character
 CLEAN = {
     "fp16-overflow": "none-fp16",
@@ -99,7 +99,9 @@ def _panel(axes: Any, name: str, case: Case) -> None:
             label="what was kept" if last else "rolled back",
         )
     loss = dict(case.attempts[0]).get(case.alarm, LIMITS[1])
-    height = loss if LIMITS[0] <= loss <= LIMITS[1] else LIMITS[1]  # not finite: at the top
+    height = (
+        loss if LIMITS[0] <= loss <= LIMITS[1] else LIMITS[1]
+    )  # beyond, or not finite: at the top
     axes.plot(
         [case.alarm],
         [height],
@@ -131,8 +133,7 @@ def _said(case: Case) -> str:
 
 
 def _points(points: Sequence[tuple[int, float]], case: Case) -> tuple[list[int], list[float]]:
-    first = case.injected - SHOWN if case.target is None else min(case.target, case.injected) - 10
-    shown = [point for point in points if point[0] >= first]
+    shown = [point for point in points if point[0] >= case.injected - SHOWN]
     return [step for step, _ in shown], [loss for _, loss in shown]
 
 
