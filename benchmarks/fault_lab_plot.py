@@ -90,14 +90,10 @@ def _panel(axes: Any, name: str, case: Case) -> None:
     axes.set_title(name, loc="left")
     axes.axvline(case.injected, color=style.MUTED, linewidth=0.8, linestyle=":", label="injection")
     axes.plot(*_points(case.clean, case), color=style.MUTED, linewidth=0.8, label="without a fault")
-    for attempt, points in case.attempts.items():
-        last = attempt == max(case.attempts)
-        axes.plot(
-            *_points(points, case),
-            color=style.BLUE if last else style.VERMILION,
-            linewidth=1.2,
-            label="what was kept" if last else "rolled back",
-        )
+    kept, undone = _sorted_out(case)
+    if undone:
+        axes.plot(*_points(undone, case), color=style.VERMILION, linewidth=1.2, label="rolled back")
+    axes.plot(*_points(kept, case), color=style.BLUE, linewidth=1.2, label="what was kept")
     loss = dict(case.attempts[0]).get(case.alarm, LIMITS[1])
     height = (
         loss if LIMITS[0] <= loss <= LIMITS[1] else LIMITS[1]
@@ -122,6 +118,14 @@ def _panel(axes: Any, name: str, case: Case) -> None:
         fontsize=style.SMALL,
         color=style.MUTED,
     )
+
+
+def _sorted_out(case: Case) -> tuple[list[tuple[int, float]], list[tuple[int, float]]]:
+    """The losses of the steps that count in the end, and of those that do not."""
+    if case.target is None:
+        return case.attempts[0], []
+    before = [point for point in case.attempts[0] if point[0] < case.target]
+    return before + case.attempts[1], case.attempts[0][len(before) :]
 
 
 def _said(case: Case) -> str:
