@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from benchmarks import fault_lab_plot
-from examples.fault_lab import CLEAN, FAULTS, broken, read, table
+from examples.fault_lab import CLEAN, FAULTS, broken, main, read, table
 
 ROOT = Path(__file__).parents[1]
 RESULTS = ROOT / "benchmarks" / "results" / "fault-lab.csv"
@@ -45,6 +45,19 @@ def test_every_fault_has_a_panel() -> None:
     with RESULTS.open(newline="") as file:
         alarms = {r["fault"]: r["detected"] for r in csv.DictReader(file) if r["seed"] == "0"}
     assert {name: str(case.alarm) for name, case in cases.items()}.items() <= alarms.items()
+
+
+def test_a_broken_promise_is_said_and_exit_status_1(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    kept, *others = read(RESULTS)
+    late = others[-1]._replace(onset=others[-1].injected + 1)
+    found = {"kept": [(kept, [])], "broken": [(kept, []), (late, [])]}
+    for case, outcomes in found.items():
+        monkeypatch.setattr("examples.fault_lab.run_all", lambda *_, found=outcomes: found)
+        assert main([]) == (case == "broken")
+    said = capsys.readouterr().err
+    assert said == "poisoned-rank, seed 9: onset 1 steps after the injection\n"
 
 
 def test_drawing_needs_no_torch() -> None:
