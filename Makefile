@@ -7,13 +7,22 @@ PY := $(VENV)/bin/python
 PIP := $(PY) -m pip install --quiet --disable-pip-version-check --constraint constraints.txt
 CXX_FILES = find csrc tests -type f '(' -name '*.cpp' -o -name '*.h' -o -name '*.cu' -o -name '*.cuh' ')'
 
-.PHONY: demo test lint bench bench-peers bench-scaling bench-training bench-distributed bench-plan bench-telemetry bench-watches bench-recovery plots gate test-triton-oldest test-torches test-gpu bench-gpu coverage format clean
+.PHONY: demo test chromium lint bench bench-peers bench-scaling bench-training bench-distributed bench-plan bench-recovery bench-telemetry bench-watches plots gate test-triton-oldest test-torches test-gpu bench-gpu coverage format clean
 
 demo: $(VENV)/.installed
 	$(PY) -m fastclip demo
 
+# WORKERS processes share the tests; those marked "alone" follow in one, also if a test has failed before them.
+# A thread that waits sleeps: by default those of OpenMP spin, on the core of another worker.
+WORKERS ?= 2
+SHARED = OMP_WAIT_POLICY=passive $(PY) -m pytest -m 'not alone' -n $(WORKERS) --dist worksteal
+ALONE = $(PY) -m pytest -m alone
 test: $(VENV)/.installed
-	$(PY) -m pytest
+	$(SHARED); shared=$$?; $(ALONE) && exit $$shared
+
+# The browser for the tests of the report's page, which are skipped without it.
+chromium:
+	tools/chromium.sh
 
 lint: $(VENV)/.installed
 	$(PY) -m ruff check .
@@ -65,7 +74,6 @@ bench-telemetry: $(VENV)/.installed
 
 bench-watches: $(VENV)/.installed
 	$(PY) -m benchmarks.watches
-
 bench-recovery: $(VENV)/.installed
 	$(PY) -m benchmarks.recovery
 
@@ -114,7 +122,7 @@ bench-gpu:
 	timeout 480 $(GPU_PYTHON) -m benchmarks.gpu
 
 coverage: $(VENV)/.installed
-	$(PY) -m pytest --cov
+	$(SHARED) --cov --cov-report=; shared=$$?; $(ALONE) --cov --cov-append && exit $$shared
 
 format: $(VENV)/.installed
 	$(PY) -m ruff check --fix .

@@ -23,6 +23,7 @@ COMMANDS = {
     "replay": "the log of a run through the default detectors: what happened, and when it began",
     "calibrate": "a clipping threshold from the log of a healthy run",
     "diagnose": "the log of a run: symptom, boundary, what to do, and how to see that it helped",
+    "report": "the log of a run, or of two beside each other, as one page to look at",
 }
 
 LOG: tuple[str, dict[str, Any]] = ("log", {"metavar": "LOG", "help": "a log in JSONL"})
@@ -66,6 +67,18 @@ ARGUMENTS: dict[str, list[tuple[str, dict[str, Any]]]] = {
     "diagnose": [
         LOG,
         ("--baseline", {"metavar": "GOOD", "help": "the log of a healthy run, to compare with"}),
+    ],
+    "report": [
+        LOG,
+        ("other", {"nargs": "?", "metavar": "LOG2", "help": "the log of a run to compare with"}),
+        (
+            "-o",
+            {
+                "dest": "output",
+                "metavar": "FILE",
+                "help": "the page (default: beside LOG, with the ending .html)",
+            },
+        ),
     ],
 }
 

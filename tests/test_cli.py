@@ -67,7 +67,8 @@ def test_version() -> None:
 def test_help_lists_the_commands() -> None:
     done = run("--help", COLUMNS="80")
     assert done.returncode == 0
-    for command in ("demo", "doctor", "check", "bench", "replay", "calibrate", "diagnose"):
+    commands = ("demo", "doctor", "check", "bench", "replay", "calibrate", "report", "diagnose")
+    for command in commands:
         assert re.search(rf"^    {command}\s", done.stdout, re.MULTILINE)
     assert max(map(len, done.stdout.splitlines())) <= 80
 

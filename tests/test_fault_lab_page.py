@@ -8,7 +8,8 @@ from pathlib import Path
 import pytest
 
 from benchmarks import fault_lab_plot
-from examples.fault_lab import CLEAN, FAULTS, broken, main, read, table
+from examples.fault_lab import CLEAN, FAULTS, Curve, broken, main, read, table
+from examples.fault_run import Outcome
 
 ROOT = Path(__file__).parents[1]
 RESULTS = ROOT / "benchmarks" / "results" / "fault-lab.csv"
@@ -52,7 +53,10 @@ def test_a_broken_promise_is_said_and_exit_status_1(
 ) -> None:
     kept, *others = read(RESULTS)
     late = others[-1]._replace(onset=others[-1].injected + 1)
-    found = {"kept": [(kept, [])], "broken": [(kept, []), (late, [])]}
+    found: dict[str, list[tuple[Outcome, Curve]]] = {
+        "kept": [(kept, [])],
+        "broken": [(kept, []), (late, [])],
+    }
     for case, outcomes in found.items():
         monkeypatch.setattr("examples.fault_lab.run_all", lambda *_, found=outcomes: found)
         assert main([]) == (case == "broken")

@@ -3,7 +3,7 @@
 import os
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import BinaryIO
@@ -21,10 +21,12 @@ PATIENCE = 0.5  # seconds before progress is shown, and between its updates
 class Log:
     """The records of a log file, to go through once, and what was seen of it.
 
-    Raises `InputError` where the file cannot be read or has no record.
+    `amended` is given what was added to records later. Raises `InputError` where the file cannot be
+    read or has no record.
     """
 
     path: str
+    amended: Callable[[StepRecord], object] | None = None
     records: int = 0
     skipped_lines: int = 0
     first: int = 0  # step of the first record
@@ -34,7 +36,7 @@ class Log:
     def __iter__(self) -> Iterator[StepRecord]:
         try:
             with Path(self.path).open("rb") as file:
-                for record in records(_watched(file), self._skip):
+                for record in records(_watched(file), self._skip, self.amended):
                     if not self.records:
                         self.first = self.last = record.step
                     self.records += 1

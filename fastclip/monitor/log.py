@@ -118,20 +118,28 @@ class JSONL:
             return _last(file)
 
 
-def records(lines: Iterable[bytes], skipped: Callable[[int, str], object]) -> Iterator[StepRecord]:
+def records(
+    lines: Iterable[bytes],
+    skipped: Callable[[int, str], object],
+    amended: Callable[[StepRecord], object] | None = None,
+) -> Iterator[StepRecord]:
     """The records among `lines`; `skipped` is told the number and the fault of every line that is
-    neither one nor an amendment."""
+    neither one nor an amendment, and `amended` is given the amendments.
+    """
     for number, line in enumerate(lines, 1):
         if line.isspace():
             continue
         try:
             values = _object(line)
-            record = None if "amends" in values else _record(values)
+            if "amends" in values:
+                if amended is not None:
+                    amended(decode_amendment(line))
+                continue
+            record = _record(values)
         except _FAULTS as error:
             skipped(number, _said(error))
         else:
-            if record is not None:
-                yield record
+            yield record
 
 
 def amendments(
