@@ -12,8 +12,13 @@ CXX_FILES = find csrc tests -type f '(' -name '*.cpp' -o -name '*.h' -o -name '*
 demo: $(VENV)/.installed
 	$(PY) -m fastclip demo
 
+# WORKERS processes share the tests; those marked "alone" follow in one, also if a test has failed before them.
+# A thread that waits sleeps: by default those of OpenMP spin, on the core of another worker.
+WORKERS ?= 2
+SHARED = OMP_WAIT_POLICY=passive $(PY) -m pytest -m 'not alone' -n $(WORKERS) --dist worksteal
+ALONE = $(PY) -m pytest -m alone
 test: $(VENV)/.installed
-	$(PY) -m pytest
+	$(SHARED); shared=$$?; $(ALONE) && exit $$shared
 
 # The browser for the tests of the report's page, which are skipped without it.
 chromium:
@@ -53,6 +58,7 @@ bench-scaling: $(VENV)/.installed
 plots: $(VENV)/.installed
 	$(PY) -m benchmarks.plots
 	$(PY) -m benchmarks.ablation_plot
+	$(PY) -m benchmarks.fault_lab_plot
 
 gate: $(VENV)/.installed
 	$(PY) -m benchmarks.gate
@@ -116,7 +122,7 @@ bench-gpu:
 	timeout 480 $(GPU_PYTHON) -m benchmarks.gpu
 
 coverage: $(VENV)/.installed
-	$(PY) -m pytest --cov
+	$(SHARED) --cov --cov-report=; shared=$$?; $(ALONE) --cov --cov-append && exit $$shared
 
 format: $(VENV)/.installed
 	$(PY) -m ruff check --fix .

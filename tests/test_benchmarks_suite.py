@@ -77,6 +77,7 @@ def test_rows_that_are_left_out_are_not_counted_as_passed(tmp_path: Path) -> Non
     assert not new.exists()
 
 
+@pytest.mark.alone  # pytest-benchmark writes nothing under pytest-xdist
 def test_the_suite_replays_what_was_recorded(tmp_path: Path) -> None:
     pytest.importorskip("pytest_benchmark")
     command = [sys.executable, "-m", "pytest", "-q", "-W", "default", "--benchmark-quiet"]

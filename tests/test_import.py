@@ -42,6 +42,7 @@ def test_import_loads_only_itself_and_the_standard_library() -> None:
     assert loaded - set(sys.stdlib_module_names) == {"fastclip"}
 
 
+@pytest.mark.alone
 def test_import_time() -> None:
     times = [float(python(TIMED_IMPORT)[0]) for _ in range(TRIES)]
     assert min(times) < LIMIT_MS, f"milliseconds of each try: {times}"

@@ -28,6 +28,11 @@ def _plain(value: Any) -> Any:
     return value
 
 
+def as_json(value: dict[str, Any]) -> str:
+    """Valid JSON; "inf", "-inf" and "nan" become strings."""
+    return json.dumps(_plain(value), indent=2, allow_nan=False)
+
+
 def print_json(document: dict[str, Any]) -> None:
-    """Prints one valid JSON document; "inf", "-inf" and "nan" become strings."""
-    print(json.dumps(_plain(document), indent=2, allow_nan=False), flush=True)
+    """Prints one valid JSON document, as `as_json` has it."""
+    print(as_json(document), flush=True)

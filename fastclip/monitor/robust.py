@@ -58,14 +58,16 @@ def exceeds(values: Sequence[float], value: float, k: float, log: bool = False) 
     """
     if value <= values[(len(values) - 1) // 2]:  # not above the median, as every other value
         return False
-    scale: Callable[[float], float] = math.log if log else float
     middle = center(values, log)
-    above = scale(value) - middle
-    # Half of the values are at least this far from the median, so the MAD is no less: that settles
-    # all but outliers without a search.
     quarter = len(values) // 4
-    least = min(middle - scale(values[quarter]), scale(values[-1 - quarter]) - middle)
-    if above <= k * SPREAD * least:
+    low, high = values[quarter], values[-1 - quarter]
+    if log:
+        value, low, high = math.log(value), math.log(low), math.log(high)
+    above = value - middle
+    # Half of the values are at least as far from the median as the nearer of these two, so the MAD
+    # is no less: that settles all but outliers without a search.
+    if above <= k * SPREAD * min(middle - low, high - middle):
         return False
     floor = FLOOR if log else FLOOR * abs(middle)
+    scale: Callable[[float], float] = math.log if log else float
     return above > k * floor and above > k * SPREAD * mad(values, middle, scale)

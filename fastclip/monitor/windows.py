@@ -45,19 +45,6 @@ def oldest(window: Window) -> float:
     return blocks[0][gone] if blocks else tail[gone]
 
 
-def _moved_on(window: Window, value: float, full: bool) -> Window:
-    """`window` with `value`; if it is `full`, without its oldest."""
-    blocks, tail, gone = window
-    tail = (*tail, value)
-    if len(tail) == BLOCK:
-        blocks, tail = (*blocks, tail), ()
-    if full:
-        gone += 1
-        if gone == BLOCK:
-            blocks, gone = blocks[1:], 0
-    return blocks, tail, gone
-
-
 class _Sliding(Generic[Derived]):
     """Windows of at most `size` values, each with what is derived from them.
 
@@ -67,15 +54,17 @@ class _Sliding(Generic[Derived]):
 
     def __init__(self, size: int) -> None:
         self.size = size
-        self._last: dict[int, tuple[Window, Derived]] = {}
+        self._last: list[tuple[Window, Derived]] = []  # one, or none while somebody has it
 
     def take(self, window: Window) -> tuple[Window, Derived]:
         """The window, cut to `size`, and what is derived from it."""
-        # pop() is one atomic step. An entry holds its window, so that no other object has its id;
-        # but the id of an entry that was pickled is that of an object of another process.
-        found = self._last.pop(id(window), None)
-        if found is not None and found[0] is window:
-            return found
+        try:
+            found = self._last.pop()  # one atomic step
+        except IndexError:
+            pass
+        else:
+            if found[0] is window:
+                return found
         values = values_of(window)
         if len(values) > self.size:  # of a state saved with a larger size
             values = values[-self.size :]
@@ -83,7 +72,21 @@ class _Sliding(Generic[Derived]):
         return window, self._derive(values)
 
     def keep(self, window: Window, derived: Derived) -> Window:
-        self._last = {id(window): (window, derived)}
+        self._last = [(window, derived)]
+        return window
+
+    def _moved_on(self, window: Window, derived: Derived, value: float, full: bool) -> Window:
+        """`window` with `value`, if it is `full` without its oldest; `derived` is that of it."""
+        blocks, tail, gone = window
+        tail = (*tail, value)
+        if len(tail) == BLOCK:
+            blocks, tail = (*blocks, tail), ()
+        if full:
+            gone += 1
+            if gone == BLOCK:
+                blocks, gone = blocks[1:], 0
+        window = blocks, tail, gone
+        self._last = [(window, derived)]
         return window
 
     def _derive(self, values: list[float]) -> Derived:
@@ -95,12 +98,14 @@ class Ordered(_Sliding[list[float]]):
 
     def push(self, window: Window, values: list[float], value: float) -> Window:
         """The window after `value`; `values` become those of it."""
-        value += 0.0  # -0.0 becomes 0.0: as equals, either might be taken out for the other
+        value = (
+            float(value) or 0.0
+        )  # -0.0 becomes 0.0: as equals, either might be taken out for the other
         full = len(values) == self.size
         if full:
             del values[bisect_left(values, oldest(window))]
         insort(values, value)
-        return self.keep(_moved_on(window, value, full), values)
+        return self._moved_on(window, values, value, full)
 
     def _derive(self, values: list[float]) -> list[float]:
         return sorted(values)
@@ -138,7 +143,7 @@ class Summed(_Sliding[Total]):
             total.units -= _units(oldest(window))
         else:
             total.count += 1
-        return self.keep(_moved_on(window, value, full), total)
+        return self._moved_on(window, total, value, full)
 
     def _derive(self, values: list[float]) -> Total:
         return Total(sum(map(_units, values)), len(values))

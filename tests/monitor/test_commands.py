@@ -1,18 +1,24 @@
 """`fastclip replay` and `fastclip calibrate`: output, faults, exit statuses, and no torch."""
 
+import contextlib
+import itertools
 import json
 import math
 import os
 import subprocess
 import sys
+import tracemalloc
+from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from fastclip.cli import main
-from fastclip.commands import logs
-from fastclip.monitor import JSONL, Monitor, StepRecord, suggest_max_norm
+from fastclip.commands import logs, replay
+from fastclip.monitor import JSONL, Monitor, StepRecord, monitor, suggest_max_norm
+from fastclip.monitor.log import records
 from tests.monitor.making import changed, healthy, incident_log, mixtral, times
 
 Capture = pytest.CaptureFixture[str]
@@ -55,6 +61,46 @@ def test_replay_json_has_every_event(log: str, capsys: Capture) -> None:
         assert repr(one) == repr({**vars(event), "value": float(event.value)})
 
 
+@pytest.mark.parametrize("form", [(), ("--json",)], ids=["text", "json"])
+def test_replay_does_not_keep_events(
+    form: tuple[str, ...], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(replay, "SPOOLED", 1000)
+    monkeypatch.setattr(monitor, "KEPT", 50)  # states
+    peaks, counts = [], (500, 2000)
+    for count in counts:
+        bad = (range(100, count), "loss", math.nan)  # an event in each
+        path = saved(tmp_path / f"{count}.jsonl", changed(healthy(count), bad))
+        with (tmp_path / "out").open("w") as out, contextlib.redirect_stdout(out):
+            tracemalloc.start()
+            assert main(["replay", path, *form]) == 0
+            peaks.append(tracemalloc.get_traced_memory()[1])
+            tracemalloc.stop()
+    text = (tmp_path / "out").read_text()
+    if form:
+        assert [one["step"] for one in json.loads(text)["events"]] == list(range(100, 2000))
+    else:
+        assert "1,900 events, 1 incident" in text
+    each = (peaks[1] - peaks[0]) / (counts[1] - counts[0])
+    assert each < 100, f"{each:.0f} bytes an event"  # one kept takes 300, and 2,700 as JSON
+
+
+def test_nothing_is_printed_of_a_log_that_cannot_be_read_to_its_end(
+    log: str, capsys: Capture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    read = records
+
+    def failing(*arguments: Any) -> Iterator[StepRecord]:
+        yield from itertools.islice(read(*arguments), 1500)
+        raise OSError(5, "Input/output error")
+
+    monkeypatch.setattr(logs, "records", failing)
+    monkeypatch.setattr(replay, "SPOOLED", 100)
+    for form in ([], ["--json"]):
+        assert main(["replay", log, *form]) == 2
+        assert capsys.readouterr() == ("", f"fastclip: cannot read {log!r}: Input/output error\n")
+
+
 REAL = """\
 {path}: 3,094 records, steps 1 to 23405
 10 events, 6 incidents
@@ -71,6 +117,16 @@ warn      steps 4050 to 4055, 4 events, onset 4050 (loss): spike, robust_spike
           loss 3.84222 is 1.56 times the mean 2.46736 of the 100 values before
           it
 """
+
+
+def test_replay_tells_the_attempts(tmp_path: Path, capsys: Capture) -> None:
+    spiked = changed(healthy(210), ([200], "loss", 30.0))
+    again = [replace(record, attempt=1) for record in spiked[150:]]
+    assert main(["replay", saved(tmp_path / "run.jsonl", [*spiked, *again])]) == 0
+    text = capsys.readouterr().out
+    assert "2 incidents" in text
+    assert text.count("step 200, onset 200 (loss)") == 1
+    assert text.count("step 200, attempt 1, onset 200 (loss)") == 1
 
 
 def test_replay_text(tmp_path: Path, capsys: Capture) -> None:

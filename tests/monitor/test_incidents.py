@@ -1,8 +1,11 @@
 """What one would call one thing is one incident."""
 
+from hypothesis import given
+from hypothesis import strategies as st
+
 from fastclip.monitor import Event
-from fastclip.monitor.incidents import Incident, incidents
-from fastclip.monitor.records import Level
+from fastclip.monitor.incidents import Incident, incidents, merged
+from fastclip.monitor.records import LEVELS, Level
 
 
 def event(step: int, onset: int, kind: str = "spike", level: Level = "warn") -> Event:
@@ -23,3 +26,28 @@ def test_events_close_together_or_of_one_onset_are_one() -> None:
         Incident(10, 10, 10, "loss", "warn", ("spike",), 1, "spike at 10"),
     ]
     assert incidents([], gap=2) == []
+
+
+def test_an_incident_is_of_one_attempt() -> None:
+    events = [event(100, 100), event(101, 101), event(101, 101), event(103, 103)]
+    found = incidents(events, 10, attempts=[0, 0, 1, 1])
+    assert [(one.first, one.last, one.attempt) for one in found] == [(100, 101, 0), (101, 103, 1)]
+
+
+@given(
+    st.lists(
+        st.tuples(
+            *(st.integers(0, 60), st.integers(0, 60)),
+            *(st.sampled_from(["spike", "drift", "sustained"]), st.sampled_from(LEVELS)),
+        ),
+        max_size=30,
+    ),
+    st.integers(0, 10),
+    st.floats(0, 20),
+)
+def test_merged_with_a_small_gap_first_is_the_same(
+    what: list[tuple[int, int, str, Level]], small: int, more: float
+) -> None:
+    events = [event(step, min(onset, step), kind, level) for step, onset, kind, level in what]
+    gap = small + more
+    assert merged(incidents(events, small), gap) == incidents(events, gap)

@@ -11,7 +11,10 @@ import pytest
 from fastclip.monitor import JSONL, Monitor, RobustSpike
 from tests.monitor.making import healthy, of_loss
 
-pytestmark = pytest.mark.skipif(sys.gettrace() is not None, reason="a tracer takes its time")
+pytestmark = [
+    pytest.mark.alone,
+    pytest.mark.skipif(sys.gettrace() is not None, reason="a tracer takes its time"),
+]
 
 
 def seconds(call: Callable[[], object], tries: int = 5) -> float:

@@ -31,10 +31,11 @@ def find_first_nonfinite(
       tensor came from, those of a parameter to module "". No loss is scaled but by `forward()`.
 
     Parameters, their gradients, buffers, training mode, hooks and the generators of random numbers
-    (torch's on every device, Python's, NumPy's) are afterwards as before, also when `forward()`
-    raises. What a module keeps elsewhere is its own. Hooks run as they do in training, except those
-    on accumulated gradients, which would take an optimizer's step. Compiled code runs eagerly,
-    which can round differently. A model wrapped for distributed training is passed unwrapped.
+    (torch's on every device, Python's, NumPy's, a module's own `torch.Generator`) are afterwards as
+    before, also when `forward()` raises. What a module keeps elsewhere is its own. Hooks run as
+    they do in training, except those on accumulated gradients, which would take an optimizer's
+    step. Compiled code runs eagerly, which can round differently. A model wrapped for distributed
+    training is passed unwrapped.
 
     Raises `TypeError` or `ValueError` where `forward()` does not return such a loss, or one without
     a graph although parameters require gradients; `ValueError` for parameters without a shape yet,

@@ -102,18 +102,23 @@ def _random_state() -> Callable[[], None]:
 def _module_state(model: nn.Module) -> Callable[[], None]:
     """The same for training mode, for which tensors are parameters and buffers, and their values.
 
-    `forward` may write into them (running statistics, renormalised embeddings) or put other tensors
-    in their place.
+    `forward` may write into them (running statistics, renormalised embeddings), freeze them or put
+    other tensors in their place.
     """
     modules = list(model.modules())
     undo = ExitStack()
     tensors: dict[int, Tensor] = {}
     for module in modules:
         undo.callback(setattr, module, "training", module.training)
+        for generator in vars(module).values():
+            if isinstance(generator, torch.Generator):
+                undo.callback(generator.set_state, generator.get_state())
         for table in (module._parameters, module._buffers):
             undo.callback(_refill, table, dict(table))
             tensors.update((id(t), t) for t in table.values() if t is not None)
     for tensor in tensors.values():
+        if tensor.is_leaf:
+            undo.callback(_leaf_again, tensor, tensor.requires_grad)
         if tensor.layout == torch.strided:
             copy = tensor.detach().to("cpu", copy=True)
             undo.callback(_put_back, tensor, tensor.data, copy)
@@ -123,6 +128,13 @@ def _module_state(model: nn.Module) -> Callable[[], None]:
 def _refill(table: dict[str, Any], entries: dict[str, Any]) -> None:
     table.clear()
     table.update(entries)
+
+
+def _leaf_again(tensor: Tensor, requires_grad: bool) -> None:
+    """Where `forward` froze it, or wrote what has a graph into it."""
+    if not tensor.is_leaf:
+        tensor.detach_()
+    tensor.requires_grad_(requires_grad)
 
 
 def _put_back(tensor: Tensor, data: Tensor, copy: Tensor) -> None:

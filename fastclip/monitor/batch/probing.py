@@ -118,7 +118,7 @@ class Probe:
     def grad_norm(self) -> float:
         """The 2-norm of the gradients of the model's parameters."""
         grads = [_dense(p.grad) for p in self._parameters if p.grad is not None]
-        norms = tuple(torch.linalg.vector_norm(grad, dtype=torch.float64) for grad in grads)
+        norms = tuple(torch.linalg.vector_norm(grad, dtype=_widest(grad)) for grad in grads)
         return math.hypot(*_read([norms])[0])
 
     def _call(self, name: str, module: nn.Module | None = None, given: Magnitudes = ()) -> Call:
@@ -252,7 +252,7 @@ def _eager() -> Iterator[None]:
 def tensors(value: Any) -> Iterator[Tensor]:
     """Those in nested tuples, lists, mappings and dataclasses."""
     if isinstance(value, Tensor):
-        yield value
+        yield _plain(value)
     elif isinstance(value, Mapping):
         for part in value.values():
             yield from tensors(part)
@@ -279,7 +279,18 @@ def _magnitude(tensor: Tensor) -> Tensor:
         return torch.zeros((), device=dense.device)
     if dense.element_size() == 1:  # no arithmetic in 8 bits
         dense = dense.float()
-    return torch.linalg.vector_norm(dense, math.inf)
+    return _plain(torch.linalg.vector_norm(dense, math.inf))
+
+
+def _plain(tensor: Tensor) -> Tensor:
+    """What torch.func wraps: all samples of `vmap`, which outlive it."""
+    while torch._C._functorch.is_functorch_wrapped_tensor(tensor):
+        tensor = torch._C._functorch.get_unwrapped(tensor)
+    return tensor
+
+
+def _widest(tensor: Tensor) -> torch.dtype:
+    return torch.complex128 if tensor.is_complex() else torch.float64
 
 
 def _dense(tensor: Tensor) -> Tensor:

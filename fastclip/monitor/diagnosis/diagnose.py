@@ -157,6 +157,8 @@ def _threshold(norms: list[float], source: str) -> dict[str, str]:
 
 
 def _batch(evidence: Evidence) -> str:
+    if evidence.records[0].metric == "val_loss":
+        return f"the validation data of step {evidence.first}"
     if evidence.batch is None:
         return f"the batch of step {evidence.first}"
     return f"batch {evidence.batch!r:.60} (step {evidence.first})"

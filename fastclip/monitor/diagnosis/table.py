@@ -215,7 +215,7 @@ ADVICE = (
     Advice(
         "gradient",
         None,
-        (OPEN, LEVEL, DRIFT),
+        (OPEN, LEVEL),
         "The loss did not come back, so clipping comes too late for this model: restore the "
         "checkpoint before the onset, recovery.restore(before={target}), and clip from there.",
         "100 steps past step {onset} without an event: then the restart held.",
@@ -307,7 +307,7 @@ GAPS = {
     "not positive": Gap(
         "losses at or below 0: Spike, Sustained and Drift compare by ratio and pass over "
         "baselines that are not positive, so a rise that stays was not looked for",
-        "as `loss` a positive quantity; or RobustSpike('loss') on the live Monitor",
+        "a positive quantity as `loss`, or RobustSpike('loss') on the live Monitor",
     ),
     "open": Gap(
         "the loss left its band at step {open} and the log ends outside: whether it comes back is "

@@ -146,6 +146,19 @@ def asking() -> tuple[nn.Module, Forward]:
     return model, forward
 
 
+def sampled(part: nn.Module) -> tuple[nn.Module, Forward]:
+    """The batch goes through one sample at a time."""
+    model, x = nn.Sequential(nn.Linear(4, 4), part, nn.Linear(4, 4)), batch(3, 4)
+    return model, lambda: torch.func.vmap(model)(x).sum()
+
+
+def sensitivity() -> tuple[nn.Module, Forward]:
+    """The gradient of each sample, taken by torch.func."""
+    model, x = nn.Sequential(nn.Linear(4, 4), nn.Tanh()), batch(3, 4)
+    slopes = torch.func.vmap(torch.func.grad(lambda one: model(one).sum()))
+    return model, lambda: slopes(x).square().sum()
+
+
 def sparse() -> tuple[nn.Module, Forward]:
     model = nn.Embedding(9, 4, sparse=True)
     return model, lambda: model(torch.tensor([1, 1, 4])).sum()
@@ -189,6 +202,10 @@ CASES = [
     Case("gradient of a gradient", penalty, None),
     Case("gradient not used", asking, None),
     Case("frozen", frozen, None),
+    Case("torch.func.grad", sensitivity, None),
+    Case("vmap", lambda: sampled(nn.Tanh()), None),
+    Case("vmap, forward", lambda: sampled(Apply(lambda x: x.abs().neg().log())), ("1", "forward")),
+    Case("vmap, backward", lambda: sampled(sqrt_at_zero()), ("1", "backward")),
     Case("nan in a batch", lambda: summed(nn.Tanh(), x=torch.tensor([math.nan])), ("0", "input")),
     Case(
         "nan in a weight",

@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
@@ -118,6 +118,15 @@ def test_underflow_without_a_loss_scale() -> None:
     assert scaled.grad_norm == pytest.approx(2e-9 * 2.0**16, rel=1e-3)
 
 
+def test_complex_parameters() -> None:
+    """The loss is the sum of |w|^2, its gradient 2 w as torch has it: |w| is 5 and 13."""
+    model, weight = nn.Module(), nn.Parameter(torch.tensor([3 + 4j, 5 - 12j]))
+    model.register_parameter("weight", weight)
+    report = compare_precisions(model, lambda: weight.abs().square().sum(), ["fp32"])["fp32"]
+    assert report.loss == pytest.approx(25 + 169)
+    assert report.grad_norm == pytest.approx(2 * math.sqrt(25 + 169))
+
+
 @pytest.mark.parametrize("bad", [math.inf, -math.inf])
 def test_an_infinite_activation_is_the_largest(bad: float) -> None:
     """Also where the next module makes something finite of it."""
@@ -137,6 +146,7 @@ def test_a_nan_is_larger_than_any_activation() -> None:
     assert not report.finite
 
 
+@settings(deadline=None)
 @given(st.integers(-40, 40), st.integers(-40, 40))
 def test_finite_is_what_torch_says(first: int, second: int) -> None:
     """Layers of any size of weights, in every precision."""

@@ -117,6 +117,49 @@ def test_the_hooks_of_others_stay_in_order(look: Look) -> None:
 
 
 @LOOKS
+def test_frozen_by_forward(look: Look) -> None:
+    """As the other half of a pair of models is, and then not thawed."""
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 1))
+    before = photograph(model)
+    look(model, lambda: model[1](model[0].requires_grad_(False)(batch(3, 4))).sum())
+    assert photograph(model) == before
+
+
+@LOOKS
+def test_a_graph_written_into_a_buffer(look: Look) -> None:
+    """A state that is carried from batch to batch, in place."""
+    model = nn.Linear(4, 4)
+    state = torch.ones(3, 4)
+    model.register_buffer("state", state)
+    before = photograph(model)
+    look(model, lambda: state.detach_().add_(model(batch(3, 4))).sum())
+    assert photograph(model) == before
+    assert state.grad_fn is None
+
+
+class OwnDropout(nn.Module):
+    """Draws from a generator of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.generator: torch.Generator = torch.Generator("cpu").manual_seed(3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x * (torch.rand(x.shape, generator=self.generator) > 0.3)
+
+
+@LOOKS
+def test_a_generator_of_a_module(look: Look) -> None:
+    dropout = OwnDropout()
+    model = nn.Sequential(nn.Linear(4, 8), dropout, nn.Linear(8, 1))
+    before = dropout.generator.get_state()
+    look(model, lambda: model(batch(6, 4)).sum())
+    assert torch.equal(dropout.generator.get_state(), before)
+    once, twice = (compare_precisions(model, lambda: model(batch(6, 4)).sum()) for _ in range(2))
+    assert once == twice
+
+
+@LOOKS
 def test_full_backward_hooks_of_others(look: Look) -> None:
     model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4), nn.Tanh())
     seen: list[str] = []

@@ -14,7 +14,7 @@ from fastclip.monitor import Diagnosis, LayerRow, StepRecord, diagnose, suggest_
 from fastclip.monitor.diagnosis import table
 from fastclip.monitor.diagnosis.gathering import NORMS, SHOWN, Gathering
 from tests.monitor.diagnosis.cases import CASES, SINGLE, S
-from tests.monitor.making import healthy
+from tests.monitor.making import changed, healthy, times
 
 
 @cache
@@ -149,6 +149,23 @@ def test_the_layer_and_the_batch_are_named() -> None:
     found = diagnose(records)
     assert found.evidence[0].message.endswith("blocks.3.attn")
     assert f"batch {{'file': 'a.txt', 'line': 3}} (step {S})" in found.checks[1]
+
+
+def test_a_validation_loss_is_not_of_the_training_batch() -> None:
+    (check,) = diagnosed("nan-val-loss").checks
+    assert f"on the validation data of step {S}:" in check
+
+
+def test_a_loss_that_came_back_needs_no_restart() -> None:
+    """Also where it was away for so long that Drift noticed."""
+    records = changed(
+        healthy(1200), ([S], "grad_norm", times(40)), (range(S + 3, S + 30), "loss", times(2))
+    )
+    found = diagnose(records)
+    assert {table.DRIFT, table.RETURNED} <= {one.fact for one in found.evidence}
+    assert [action.split(":")[0] for action in found.interventions] == ["Clip"]
+    away = diagnosed("gradient-first-and-up-for-good").interventions
+    assert [action.split(",")[0] for action in away][1:] == ["The loss did not come back"]
 
 
 def test_the_threshold_is_that_of_the_healthy_part() -> None:
