@@ -16,7 +16,7 @@ from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
 from fastclip import GradClipper
-from fastclip.monitor import Event, Monitor, Recovery, RollbackPolicy
+from fastclip.monitor import Event, Monitor, Recovery, RollbackPolicy, StepRecord, Telemetry
 from fastclip.monitor.detectors import NonFinite
 from fastclip.monitor.recovery.checkpoints import _Writer
 from tests.distributed import layouts, models
@@ -144,6 +144,25 @@ def refusing_to_save(folder: str) -> str:
     try:
         run.advance(1)
     except (TypeError, RuntimeError) as error:
+        return f"{type(error).__name__}: {error}"
+    return "nothing"
+
+
+def failing_to_write_a_record(folder: str) -> str:
+    """The sink of rank 0 fails at a record that is still on its way when a checkpoint is due."""
+    run = Run(folder, "fsdp")
+
+    class Full:
+        def write(self, record: StepRecord, events: list[Event]) -> None:
+            raise OSError("no space left for the log")
+
+    sinks = [Full()] if run.rank == 0 else []
+    run.monitor = Monitor([NonFinite()], sinks, telemetry=Telemetry(5))
+    state = {"model": run.model, "monitor": run.monitor}
+    run.recovery = Recovery(folder, state, RollbackPolicy(confirm=2), every=3)
+    try:
+        run.advance(9)
+    except (OSError, RuntimeError) as error:
         return f"{type(error).__name__}: {error}"
     return "nothing"
 

@@ -91,6 +91,12 @@ def test_what_one_rank_cannot_save_is_an_error_on_all(ranks: Pool, tmp_path: Pat
     assert [path.name for path in tmp_path.iterdir()] == ["recovery.json"]
 
 
+def test_a_log_that_one_rank_cannot_write(ranks: Pool, tmp_path: Path) -> None:
+    answers = ranks.run(2, recovering.failing_to_write_a_record, str(tmp_path), seconds=20)
+    said = "OSError: no space left for the log"
+    assert answers == [said, f"RuntimeError: rank 0 failed flushing the monitor: {said}"]
+
+
 @pytest.mark.parametrize("spoil", [False, True], ids=["same", "different"])
 def test_a_replay_names_the_rank(ranks: Pool, tmp_path: Path, spoil: bool) -> None:
     answers = ranks.run(2, recovering.replayed, str(tmp_path), spoil)

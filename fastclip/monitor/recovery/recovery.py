@@ -196,8 +196,7 @@ class Recovery:
 
         Gradients are set to None, as in a new process. `RuntimeError` if there is none.
         """
-        for each in self._monitors:
-            each.flush()  # the events are of the attempt that ends here
+        self._late_events()  # they are of the attempt that ends here
         pending = self._ledger.pending
         if pending is not None:
             self._store.wait()
@@ -259,7 +258,7 @@ class Recovery:
             if step < stop and step % self.every:
                 return True
             if self._stored != step:
-                if self.handle(event for each in self._monitors for event in each.flush()):
+                if self.handle(self._late_events()):
                     continue
                 self._handled = False
                 self.save()
@@ -267,6 +266,13 @@ class Recovery:
                 self._store.wait()
                 self._confirm()
             return step < stop
+
+    def _late_events(self) -> list[Event]:
+        """Of the records that were still on their way; waits for those."""
+        return self._ranks.each(
+            "flushing the monitor",
+            lambda: [event for each in self._monitors for event in each.flush()],
+        )
 
     def _decide(self, events: list[Event]) -> None:
         policy, ledger = self.policy, self._ledger
