@@ -158,7 +158,7 @@ def failing_to_write_a_record(folder: str) -> str:
 
     sinks = [Full()] if run.rank == 0 else []
     run.monitor = Monitor([NonFinite()], sinks, telemetry=Telemetry(5))
-    state = {"model": run.model, "monitor": run.monitor}
+    state: dict[str, Any] = {"model": run.model, "monitor": run.monitor}
     run.recovery = Recovery(folder, state, RollbackPolicy(confirm=2), every=3)
     try:
         run.advance(9)

@@ -82,7 +82,7 @@ class Ledger:
                     batches.insert(place, batch)
 
     def write(self) -> None:
-        """To the disk, whole or not at all."""
+        """To the disk, whole or not at all; `OSError` if that fails."""
         content = {
             "version": VERSION,
             "ranks": self.size,
@@ -90,8 +90,12 @@ class Ledger:
             "pending": self.pending,
             "rollbacks": [rollback._asdict() for rollback in self.rollbacks],
         }
-        self.path.parent.mkdir(parents=True, exist_ok=True)
-        write_atomically(self.path, to_json(content) + b"\n")
+        try:
+            self.path.parent.mkdir(parents=True, exist_ok=True)
+            write_atomically(self.path, to_json(content) + b"\n")
+        except OSError as error:
+            text = f"{self.path} could not be written: {error}; it is as it was"
+            raise OSError(text) from error
 
     def read(self) -> bool:
         """Take up what is on disk; False if nothing is. `ValueError` if it cannot be used."""

@@ -224,3 +224,16 @@ def test_a_full_disk(tmp_path: Path, asynchronous: bool) -> None:
     run = Run(folder, width=2000).advance(22)
     assert run.used[0] == (12, 12)
     assert run.bits() == Run(tmp_path / "whole", width=2000).advance(22).bits()
+
+
+def test_a_full_disk_at_a_decision(tmp_path: Path) -> None:
+    """Nothing is decided that is not on disk."""
+    recovery = Recovery(tmp_path, {"tally": Tally()}, RollbackPolicy(confirm=0), every=2)
+    steps = recovery.steps(9)
+    assert [next(steps)[0] for _ in range(4)] == [0, 1, 2, 3]
+    with files_limited_to(10):
+        with pytest.raises(OSError, match=r"recovery.json could not be written: .*; it is as it"):
+            recovery.handle([event(3)])
+    assert recovery.rollbacks == Recovery(tmp_path, {"tally": Tally()}).rollbacks == []
+    assert recovery.handle([event(3)])
+    assert next(steps) == (2, 4)

@@ -38,7 +38,7 @@ def test_every_block_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> No
 
 def test_the_table_of_the_policy() -> None:
     policy = RollbackPolicy()
-    rows = {}
+    rows: dict[str, str] = {}
     for first, second, values in ROW.findall(PAGE):
         each = [name for name in (first, second) if name]
         rows |= dict(zip(each, values.replace("`", "").split(", "), strict=True))
