@@ -1,7 +1,5 @@
 """Putting a model, its gradients and all random numbers back to what they were."""
 
-import random
-import sys
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
@@ -9,6 +7,8 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+
+from fastclip.monitor import randomness
 
 
 class Leaves:
@@ -67,7 +67,7 @@ def preserved(model: nn.Module) -> Iterator[Leaves]:
     _require_watchable(model)
     leaves = Leaves()
     with ExitStack() as undo:
-        undo.callback(_random_state())
+        undo.callback(randomness.write, randomness.read())
         undo.callback(_module_state(model))
         undo.callback(leaves.restore)
         for parameter in model.parameters():
@@ -86,21 +86,9 @@ def _require_watchable(model: nn.Module) -> None:
             raise ValueError(text)
 
 
-def _random_state() -> Callable[[], None]:
-    """Takes the states of all generators; calling what it returns sets them again."""
-    undo = ExitStack()
-    undo.callback(random.setstate, random.getstate())
-    undo.callback(torch.set_rng_state, torch.get_rng_state())
-    if torch.cuda.is_initialized():
-        undo.callback(torch.cuda.set_rng_state_all, torch.cuda.get_rng_state_all())
-    if "numpy" in sys.modules:
-        numpy = sys.modules["numpy"]
-        undo.callback(numpy.random.set_state, numpy.random.get_state())
-    return undo.close
-
-
 def _module_state(model: nn.Module) -> Callable[[], None]:
-    """The same for training mode, for which tensors are parameters and buffers, and their values.
+    """Takes training mode, which tensors are parameters and buffers, and their values; calling what
+    it returns sets them again.
 
     `forward` may write into them (running statistics, renormalised embeddings), freeze them or put
     other tensors in their place.
