@@ -58,6 +58,7 @@ bench-scaling: $(VENV)/.installed
 plots: $(VENV)/.installed
 	$(PY) -m benchmarks.plots
 	$(PY) -m benchmarks.ablation_plot
+	$(PY) -m benchmarks.fault_lab_plot
 
 gate: $(VENV)/.installed
 	$(PY) -m benchmarks.gate

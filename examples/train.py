@@ -2,14 +2,15 @@
 
     python examples/train.py --out runs/first        # half a minute on two cores
     python examples/train.py --out runs/first --steps 800 --resume
-    fastclip report runs/first/run.jsonl             # runs/first/run.html
+    fastclip report runs/first/run.jsonl             # makes runs/first/run.html
 
-The text is the reference manual that comes with Python. What fastclip adds to the loop is marked.
+The text is the reference manual that comes with Python. Lines marked `fastclip` are all that it
+adds to the loop; docs/monitoring.md explains them.
 """
 
 import argparse
 import math
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from pydoc_data.topics import topics
 from typing import Any
@@ -19,10 +20,11 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from fastclip import GradClipper
-from fastclip.monitor import JSONL, ActivationWatch, Monitor, ParameterWatch, Telemetry
+from fastclip.monitor import JSONL, ActivationWatch, Event, Monitor, ParameterWatch, Telemetry
 
 CONTEXT = 64  # characters
 BATCH = 16
+EVERY = 100  # steps between two checkpoints, and between two looks at the validation text
 
 
 class Text:
@@ -115,46 +117,56 @@ def train(out: Path, steps: int, seed: int = 0, resume: bool = False) -> None:
     scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, schedule)
 
     clipper = GradClipper(model, max_norm=1.0)  # fastclip
-    activations = ActivationWatch(model)
-    parameters = ParameterWatch(model, every=20)
-    monitor = Monitor(
+    activations = ActivationWatch(model)  # fastclip: measures in the forward pass
+    parameters = ParameterWatch(model, every=20)  # fastclip: measures the update
+    monitor = Monitor(  # fastclip
         sinks=[JSONL(out / "run.jsonl")],
         telemetry=Telemetry(layers_every=20),
         watches=[activations, parameters],
     )
 
+    # No random number is drawn in the loop, and batches are numbered: this is all there is to save.
     state: dict[str, Any] = {"model": model, "optimizer": optimizer, "scheduler": scheduler}
     state |= {"clipper": clipper, "monitor": monitor}  # fastclip
     checkpoint = out / "checkpoint.pt"
     first = load(checkpoint, state) if resume else 0
 
-    with monitor:  # whatever happens inside, nothing that was measured is lost
+    with monitor:  # fastclip: whatever happens inside, nothing that was measured is lost
         for step in range(first, steps):
+            done = step + 1
             optimizer.zero_grad()
             loss = cross_entropy(model, text.batch(step))
             loss.backward()
-            lr = scheduler.get_last_lr()[0]
-            with parameters:
-                stats = clipper.step(optimizer)  # in place of optimizer.step()
+            lr = scheduler.get_last_lr()[0]  # of this update: before scheduler.step()
+            with parameters:  # fastclip
+                stats = clipper.step(optimizer)  # fastclip: in place of optimizer.step()
             scheduler.step()
-            val_loss = validated(model, text) if (step + 1) % 100 == 0 else None
-            events = monitor.observe(
+            val_loss = validated(model, text) if done % EVERY == 0 else None
+            events = monitor.observe(  # fastclip
                 step=step, loss=loss, val_loss=val_loss, stats=stats, lr=lr, batch=step
             )
-            for event in events:
-                print(f"step {event.step}: {event.level}: {event.message}")
-            if (step + 1) % 100 == 0:
-                print(f"step {step + 1}: loss {loss.item():.3f}, validation {val_loss:.3f}")
-                save(checkpoint, step + 1, state)
+            tell(events)
+            if val_loss is not None:
+                print(f"step {done}: loss {loss.item():.3f}, validation {val_loss:.3f}")
+            if done % EVERY == 0 or done == steps:
+                save(checkpoint, done, state)
+    tell(monitor.flush())  # of the last two steps, where numbers come from a device
+
+
+def tell(events: Iterable[Event]) -> None:
+    for event in events:
+        print(f"step {event.step}: {event.level}: {event.message}")
 
 
 def save(path: Path, step: int, state: dict[str, Any]) -> None:
+    """All of it or nothing: a run that is killed meanwhile still has the checkpoint before."""
     held = {name: part.state_dict() for name, part in state.items()}
     torch.save({"step": step, **held}, path.with_suffix(".tmp"))
     path.with_suffix(".tmp").replace(path)
 
 
 def load(path: Path, state: dict[str, Any]) -> int:
+    """The step to go on with."""
     saved = torch.load(path, weights_only=True)
     for name, part in state.items():
         part.load_state_dict(saved[name])
@@ -166,13 +178,18 @@ def main() -> None:
     parser.add_argument(
         "--out", type=Path, default=Path("runs/example"), help="default: %(default)s"
     )
-    parser.add_argument("--steps", type=int, default=400, help="default: %(default)s")
+    parser.add_argument("--steps", type=int, default=400, help="in all; default: %(default)s")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--resume", action="store_true", help="go on from the checkpoint in --out")
     options = parser.parse_args()
+    log, checkpoint = options.out / "run.jsonl", options.out / "checkpoint.pt"
+    if options.resume and not checkpoint.exists():
+        parser.error(f"there is no {checkpoint} to resume from")
+    if not options.resume and log.exists():
+        parser.error(f"{log} has a run in it: --resume goes on with it, or choose another --out")
     options.out.mkdir(parents=True, exist_ok=True)
     train(**vars(options))
-    print(f"now: fastclip report {options.out / 'run.jsonl'}")
+    print(f"now: fastclip report {log}")
 
 
 if __name__ == "__main__":

@@ -28,6 +28,7 @@ class WithoutScaler:
 
     enabled = False
     inv_scale: Tensor | None = None  # 0-d float32, takes the loss scale out
+    inverse: Tensor | None = None  # the same, also where the user has taken it out
     optimizers: Sequence[Optimizer] = ()
     alone = True  # the clipper's gradients are all there is to check and to unscale
 
@@ -90,8 +91,8 @@ class WithScaler(WithoutScaler):
         self._listed_others: Listed | None = None
         self._others: Gradients | None = None
         # In float64 for the reason that scaler.unscale_ has: some compilers divide inexactly.
-        inverse = scaler._scale.double().reciprocal().float()
-        self.inv_scale = None if unscaled else inverse
+        self.inverse = scaler._scale.double().reciprocal().float()
+        self.inv_scale = None if unscaled else self.inverse
         self.alone = not unscaled
 
     def add_others(self, clipped: Sequence[Tensor], listed: Listed) -> None:

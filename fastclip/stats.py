@@ -55,6 +55,8 @@ class GradStats:
     Nothing waits for the device but `cpu`. `layers`, `worst`, `nonfinite`, `by_rank`, `grouped` and
     `as_dict` are for an object on the host and raise `RuntimeError` elsewhere.
 
+    `inv_scale` is 1 over the loss scale that a clipper's step was told of (0-d float32), or None.
+
     Of gradients that several processes hold (DTensors, process groups) all this is of the whole
     tensors, and the same on every process; `by_rank` tells what each one held.
     """
@@ -70,6 +72,7 @@ class GradStats:
     skipped: Tensor
     found_inf: Tensor
     contributions: Contributions | None = None  # of several processes that made the table
+    inv_scale: Tensor | None = None
 
     @classmethod
     def measured(
@@ -106,6 +109,7 @@ class GradStats:
         threshold: Tensor,
         skipped: Tensor,
         found_inf: Tensor,
+        inv_scale: Tensor | None = None,
     ) -> "GradStats":
         """Statistics of gradients that a clipper has decided about. `dtype` is that of the norms;
         the numbers may be in any."""
@@ -122,6 +126,7 @@ class GradStats:
             skipped=skipped,
             found_inf=found_inf.to(torch.float32),
             contributions=found.contributions,
+            inv_scale=inv_scale,
         )
 
     @property
@@ -152,7 +157,8 @@ class GradStats:
         """The same on the host, by one packed copy; itself if it is there already."""
         if self._on_host:
             return self
-        parts = [getattr(self, name) for name in _TENSORS]
+        names = _TENSORS if self.inv_scale is None else (*_TENSORS, "inv_scale")
+        parts = [getattr(self, name) for name in names]
         held = self.contributions
         parts.extend([] if held is None else (held.tables, held.present))
         packed = torch.cat([part.to(torch.float64).reshape(-1) for part in parts]).cpu()
@@ -163,7 +169,7 @@ class GradStats:
         if held is not None:
             *on_host, every, present = on_host
             held = Contributions(held.ranks, every, present)
-        return replace(self, contributions=held, **dict(zip(_TENSORS, on_host, strict=True)))
+        return replace(self, contributions=held, **dict(zip(names, on_host, strict=True)))
 
     def layers(self) -> list[LayerStats]:
         """One `LayerStats` per gradient, in order."""

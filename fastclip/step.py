@@ -328,6 +328,7 @@ class Decided(NamedTuple):
             self.decision.threshold,
             skipped=self.bad if scaled or chosen != "propagate" else never,
             found_inf=self.bad,
+            inv_scale=self.loss_scale.inverse,
         )
 
 

@@ -8,6 +8,8 @@ import pytest
 import torch
 
 import fastclip
+from fastclip.monitor import JSONL, Monitor
+from tests.printed import assert_alike
 
 README = (Path(__file__).resolve().parent.parent / "README.md").read_text(encoding="utf-8")
 BLOCKS = re.findall(r"```python\n(.*?)```", README, re.DOTALL)
@@ -16,31 +18,40 @@ DIFFERENCES = ROW.findall(README[README.index("## Differences") :])
 
 
 @pytest.fixture(scope="module")
-def namespace() -> dict[str, Any]:
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Where the examples run."""
+    return tmp_path_factory.mktemp("readme")
+
+
+@pytest.fixture(scope="module")
+def namespace(folder: Path) -> dict[str, Any]:
     """What the README's examples leave behind, run in order."""
     names: dict[str, Any] = {}
-    for block in BLOCKS:
-        exec(block, names)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.chdir(folder)
+        for block in BLOCKS:
+            exec(block, names)
     return names
 
 
 def test_examples_run(namespace: dict[str, Any]) -> None:
-    assert len(BLOCKS) == 5
+    assert len(BLOCKS) == 6
     assert namespace["total_norm"] > 1
     assert fastclip.get_total_norm([p.grad for p in namespace["model"].parameters()]) <= 1.00001
 
 
 def test_the_first_example_prints_what_is_shown(capsys: pytest.CaptureFixture[str]) -> None:
     exec(BLOCKS[0], {})
-    printed = capsys.readouterr().out.splitlines()
-    shown = README[README.index("4 gradients") :].split("```")[0].splitlines()
-    assert len(printed) == len(shown)
-    for line, expected in zip(printed, shown, strict=True):
-        for word, other in zip(line.split(), expected.split(), strict=True):
-            same = word == other or float(word.strip(",")) == pytest.approx(
-                float(other.strip(",")), rel=0.01
-            )
-            assert same, (line, expected)
+    shown = README[README.index("4 gradients") :].split("```")[0]
+    assert_alike(capsys.readouterr().out, shown)
+
+
+def test_the_watched_run_is_in_its_log(namespace: dict[str, Any], folder: Path) -> None:
+    records = list(JSONL(folder / "run.jsonl"))
+    assert [record.step for record in records] == list(range(200))
+    assert [record.step for record in records if record.layers] == [99, 199]
+    assert None not in (records[99].activation_max, records[99].update_ratio)
+    assert Monitor().replay(records) == []
 
 
 def parsed(text: str) -> list[float] | str:

@@ -4,6 +4,7 @@ import shutil
 import sys
 import textwrap
 from collections.abc import Iterable
+from itertools import count
 from tempfile import SpooledTemporaryFile
 
 from fastclip.commands import as_json
@@ -20,11 +21,13 @@ SPOOLED = 1 << 20  # bytes of JSON that are held in memory
 def run(log: str, json: bool) -> int:
     """Replay and print; the exit status is 0 whatever was found."""
     reader = Log(log)
-    events = Monitor().replayed(reader)
+    monitor = Monitor()
+    events = monitor.replayed(reader)
     if json:
         _print_json(reader, events)
     else:
-        text = _text(reader, events)
+        attempts = (monitor.attempt for _ in count())  # of the event that was asked for last
+        text = _text(reader, events, attempts)
         reader.report_skipped()
         print(text)
     return 0
@@ -47,8 +50,8 @@ def _print_json(log: Log, events: Iterable[Event]) -> None:
         print(end, flush=True)
 
 
-def _text(log: Log, events: Iterable[Event]) -> str:
-    parts = incidents(events, CALM)
+def _text(log: Log, events: Iterable[Event], attempts: Iterable[int]) -> str:
+    parts = incidents(events, CALM, attempts)
     if not parts:
         return f"{log}\nno events"
     # As many steps as it takes to log the records that end an excursion: known only now.
@@ -67,6 +70,8 @@ def _incident(incident: Incident) -> list[str]:
     steps = f"step {incident.first}"
     if incident.last != incident.first:
         steps = f"steps {incident.first} to {incident.last}, {incident.events} events"
+    if incident.attempt:
+        steps += f", attempt {incident.attempt}"
     onset = f"onset {incident.onset} ({incident.onset_metric})"
     kinds = ", ".join(incident.kinds)
     what = f"{incident.level:<{INDENT}}{steps}, {onset}: {kinds}"

@@ -31,15 +31,37 @@ def run(log: str, other: str | None, output: str | None, json: bool) -> int:
 
 def _target(logs: Sequence[str], output: str | None) -> Path:
     """Where the page goes; refused if it would replace a log, or something that is no file."""
-    target = Path(logs[0]).with_suffix(".html") if output is None else Path(output)
+    target = _beside(logs[0]) if output is None else Path(output)
     for log in logs:
-        if target.exists() and Path(log).exists() and target.samefile(log):
+        if _same(target, log):
             raise InputError(f"the report would replace the log {log!r}; choose another with -o")
-    if target.exists() and not target.is_file():
-        raise InputError(f"cannot write {str(target)!r}: it is not a file")
-    if not target.parent.is_dir():
-        raise InputError(f"cannot write {str(target)!r}: there is no folder {str(target.parent)!r}")
+    try:
+        if target.exists() and not target.is_file():
+            raise InputError(f"cannot write {str(target)!r}: it is not a file")
+        if not target.parent.is_dir():
+            folder = str(target.parent)
+            raise InputError(f"cannot write {str(target)!r}: there is no folder {folder!r}")
+    except OSError as error:  # a name too long, or a folder nobody may look into
+        raise InputError(f"cannot write {str(target)!r}: {error.strerror}") from error
     return target
+
+
+def _beside(log: str) -> Path:
+    try:
+        if Path(log).is_dir():
+            raise InputError(f"cannot read {log!r}: Is a directory")
+        if Path(log).exists() and not Path(log).is_file():
+            raise InputError(f"{log!r} is not a file to put the report beside; choose one with -o")
+    except OSError as error:
+        raise InputError(f"cannot read {log!r}: {error.strerror}") from error
+    return Path(log).with_suffix(".html")
+
+
+def _same(target: Path, log: str) -> bool:
+    try:
+        return target.samefile(log)
+    except OSError:  # one of them is not there
+        return False
 
 
 def _read(path: str, name: str) -> Run:
@@ -55,7 +77,7 @@ def _read(path: str, name: str) -> Run:
 
 def _write(target: Path, text: str) -> None:
     """All of it or nothing: readers see the old page or the new one."""
-    kept = target.resolve()
+    kept = Path(os.path.realpath(target))  # where a link leads, too
     unfinished = kept.with_name(f".{kept.name}.{os.getpid()}")
     try:
         try:

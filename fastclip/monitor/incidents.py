@@ -1,6 +1,7 @@
 """Incidents: what a person would call one thing of what several detectors say again and again."""
 
 from collections.abc import Iterable
+from itertools import repeat
 from typing import NamedTuple
 
 from fastclip.monitor.records import LEVELS, Event, Level
@@ -11,7 +12,7 @@ class Incident(NamedTuple):
 
     `first` and `last` are steps, `onset` and `onset_metric` those of the first event, `level` the
     highest, `kinds` in order of appearance; `message` is that of the first event of the highest
-    level.
+    level. All events are of one `attempt`.
     """
 
     first: int
@@ -22,15 +23,18 @@ class Incident(NamedTuple):
     kinds: tuple[str, ...]
     events: int
     message: str
+    attempt: int = 0
 
 
-def incidents(events: Iterable[Event], gap: float) -> list[Incident]:
-    """Merge events, in the order in which a Monitor gives them.
+def incidents(
+    events: Iterable[Event], gap: float, attempts: Iterable[int] | None = None
+) -> list[Incident]:
+    """Merge events, in the order in which a Monitor gives them; `attempts` has the one of each.
 
     One belongs to the incident before it if that was going on at its onset, or ended at most `gap`
-    steps before it.
+    steps before it, in the same attempt: what a rollback did not prevent happened again.
     """
-    return merged(map(of_event, events), gap)
+    return merged(map(of_event, events, repeat(0) if attempts is None else attempts), gap)
 
 
 def merged(parts: Iterable[Incident], gap: float) -> list[Incident]:
@@ -44,11 +48,12 @@ def merged(parts: Iterable[Incident], gap: float) -> list[Incident]:
     return found
 
 
-def of_event(event: Event) -> Incident:
+def of_event(event: Event, attempt: int) -> Incident:
     """The incident of one event alone."""
     return Incident(
         *(event.step, event.step, event.onset, event.onset_metric),
         *(event.level, (event.kind,), 1, event.message),
+        attempt,
     )
 
 
@@ -59,7 +64,7 @@ def belongs(new: Incident, before: Incident, gap: float) -> bool:
     gives at once.
     """
     begun = new.first - gap if new.onset is None else min(new.onset, new.first - gap)
-    return begun <= before.last <= new.first
+    return new.attempt == before.attempt and begun <= before.last <= new.first
 
 
 def joined(before: Incident, new: Incident) -> Incident:

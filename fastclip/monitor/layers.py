@@ -4,14 +4,12 @@ from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from itertools import repeat
-from typing import TYPE_CHECKING, NamedTuple, TypeAlias
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 
-from fastclip.monitor.records import LayerRow, StepRecord
+from fastclip.monitor.records import COLUMNS, LayerRow, StepRecord
 
 if TYPE_CHECKING:
     from torch import Tensor
-
-COLUMNS = LayerRow._fields[1:]
 
 
 class LayerTable(NamedTuple):
@@ -73,6 +71,10 @@ class Carriers:
         self._burst: int | None = None  # number of records at the last event that brought rows
         # Records without rows, and what those would be made of.
         self._recent: deque[tuple[StepRecord, Sequence[Source]]] = deque(maxlen=before)
+
+    def __getstate__(self) -> dict[str, Any]:
+        # The records of a copy: its original gives those before them their rows.
+        return {**vars(self), "_recent": deque(maxlen=self._recent.maxlen)}
 
     def counted(self, record: StepRecord, sources: Sequence[Source], always: bool) -> StepRecord:
         """The next record, with rows of layers if it is its turn, or if it `always` has some."""

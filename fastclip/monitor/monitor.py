@@ -55,7 +55,13 @@ class Monitor:
     last 2,000 records are kept for that; further back they start empty.
 
     Leaving the ``with``, by an exception or not, observes what is still being read back from a
-    device and closes the sinks. Without it that is done when the process ends, or by `flush`.
+    device and closes the sinks. Without it that is done when the process ends, or by `flush`; a
+    process that is killed loses it. A copy (deepcopy, pickle) begins without it.
+
+    An error of a sink is raised by the call that completed the record (`observe`, `flush`, `close`,
+    `load_state_dict`, or `state_dict`, which is then to be called again), after all other work of
+    that call: the other sinks have the record, and the next call returns its events. A detector
+    that raises takes its record with it: no sink is given that.
     """
 
     def __init__(
@@ -66,10 +72,11 @@ class Monitor:
         telemetry: Telemetry | None = None,
         watches: Iterable[Watch] = (),
     ) -> None:
-        self.detectors = tuple(default_detectors() if detectors is None else detectors)
-        self.sinks = tuple(sinks)
-        self.watches = tuple(watches)
-        _require_parts(self.detectors, self.sinks, self.watches)
+        if detectors is None:
+            detectors = default_detectors()
+        self.detectors: tuple[Detector, ...] = _parts("detectors", detectors, _DETECTOR)
+        self.sinks: tuple[Sink, ...] = _parts("sinks", sinks, _SINK)
+        self.watches: tuple[Watch, ...] = _parts("watches", watches, _WATCH)
         if not isinstance(telemetry, Telemetry | None):
             raise TypeError(f"telemetry must be a Telemetry, got {telemetry!r:.80}")
         self._attempt, self._step = _NOTHING  # of the newest record
@@ -95,6 +102,10 @@ class Monitor:
     def __exit__(self, *raised: object) -> None:
         self.close()
 
+    def __setstate__(self, state: dict[str, Any]) -> None:  # of a copy, whose queue is empty
+        vars(self).update(state)
+        self.telemetry.join(self)
+
     def __del__(self) -> None:
         if hasattr(self, "telemetry") and self.telemetry:  # has rows that would be lost
             self._drain()
@@ -112,7 +123,8 @@ class Monitor:
         `load_state_dict` since the last call come first.
 
         `fields` are those of `StepRecord`. `stats` fills grad_norm, clip_coef, clipped,
-        nonfinite_count and skipped; what a watch measured wins over it, and a keyword over both.
+        nonfinite_count and skipped, and of a step with a scaler loss_scale; what a watch measured
+        wins over it, and a keyword over both.
         None is as good as missing. `layers` may also be a `LayerTable`. Numbers and NumPy scalars
         are read at once, tensors as `Telemetry` says.
         """
@@ -140,7 +152,7 @@ class Monitor:
             return
         self._closed = True
         closing = [sink.close for sink in self.sinks if hasattr(sink, "close")]
-        _call_all(iter([self._drain, *closing]))
+        _call_all([self._drain, *closing])
 
     def replay(self, log: str | os.PathLike[str] | Iterable[StepRecord]) -> list[Event]:
         """Observe the records of a log, and write them to no sink; their events."""
@@ -164,10 +176,11 @@ class Monitor:
         `observe` or `flush` returns the events of that, too.
         """
         self._drain()
-        bands, *states = self._history[-1][1]
+        judged, (bands, *states) = self._history[-1]
         return {
-            "step": None if self._step == -math.inf else self._step,
+            "step": _or_none(self._step),
             "attempt": self.attempt,
+            "judged": _or_none(judged),  # an earlier step, where a state was just loaded
             "bands": bands,
             "detectors": dict(zip(self._keys, states, strict=True)),
         }
@@ -179,31 +192,34 @@ class Monitor:
         starts empty. What is still being read back is observed first, as for `state_dict`.
         """
         _require_state(state)
-        self._drain()
+        self._require_idle()
+        _call_all([self._drain, partial(self._load, state)])
+
+    def _load(self, state: dict[str, Any]) -> None:
         saved = state["detectors"]
         pairs = zip(self._keys, self.detectors, strict=True)
         loaded = (state["bands"], *(saved.get(key, d.init()) for key, d in pairs))
-        step = -math.inf if state["step"] is None else state["step"]
-        self._go_back(step)
+        step, judged = (-math.inf if state[s] is None else state[s] for s in ("step", "judged"))
+        self._go_back(judged)
         if len(self._history) == 1 and self._history[0][0] == -math.inf:
             # Nothing observed yet, so this is where the run starts, whatever its next step.
             self._history[0] = (-math.inf, loaded)
-        self._history.append((step, loaded))
+        self._history.append((judged, loaded))
         self._attempt = max(self._attempt, state["attempt"])
         self._step = max(self._step, step)
 
     def _drain(self) -> None:
         """Observe all rows that are queued; an error of one does not hold back the others."""
         self._require_idle()
-        _call_all(iter([self._take_next] * len(self.telemetry)))
+        _call_all([self._take_next] * len(self.telemetry))
 
     def _take_next(self) -> None:
         self._take(self.telemetry.pop())
 
     def _take(self, row: Row) -> None:
         """Judge a row that has left the queue, and give it to the sinks."""
-        self._busy = True
         try:
+            self._busy = True
             self._judge_and_write(row)
         finally:
             self._busy = False
@@ -232,7 +248,7 @@ class Monitor:
             calls.append(partial(sink.write, record, events))
             if amended and hasattr(sink, "amend"):
                 calls += [partial(sink.amend, old) for old in amended]
-        _call_all(iter(calls))
+        _call_all(calls)
 
     def _numbered(self, row: Row) -> StepRecord:
         """The record of a row; of the attempt that now goes on, unless it names one."""
@@ -287,20 +303,23 @@ class Monitor:
         return (self._bands.init(), *(detector.init() for detector in self.detectors))
 
 
+def _or_none(step: float) -> float | None:
+    return None if step == -math.inf else step
+
+
 def _require_state(state: dict[str, Any]) -> None:
     """`ValueError` or `TypeError` for what is no state of a Monitor with these bands."""
     if not isinstance(state, dict):
         raise TypeError(f"a state of a Monitor is a dict, got {state!r:.80}")
-    missing = {"step", "attempt", "bands", "detectors"} - state.keys()
+    missing = {"step", "attempt", "judged", "bands", "detectors"} - state.keys()
     if missing:
         raise ValueError(f"a state of a Monitor has {min(missing)!r}, got {list(state)!r:.80}")
-    step, attempt, saved = state["step"], state["attempt"], state["detectors"]
-    if not isinstance(attempt, int) or not (step is None or isinstance(step, int)):
-        raise TypeError(
-            f"step and attempt of a state are whole numbers, got {step!r:.80} and {attempt!r:.80}"
-        )
-    if not isinstance(saved, dict):
-        raise TypeError(f"the detectors of a state are a dict, got {saved!r:.80}")
+    for name, none in (("step", True), ("attempt", False), ("judged", True)):
+        value = state[name]
+        if not (isinstance(value, int) or (none and value is None)):
+            raise TypeError(f"{name} of a state is a whole number, got {value!r:.80}")
+    if not isinstance(state["detectors"], dict):
+        raise TypeError(f"the detectors of a state are a dict, got {state['detectors']!r:.80}")
     require_bands(state["bands"])
 
 
@@ -321,15 +340,18 @@ def _with_onset(event: Event, onset: tuple[int, str] | None) -> Event:
     return replace(event, onset=step, onset_metric=metric)
 
 
-def _call_all(calls: Iterator[Callable[[], object]]) -> None:
+def _call_all(calls: Sequence[Callable[[], object]]) -> None:
     """Make all calls, whatever one of them raises: then the last error, with those before as its
-    context."""
-    try:
+    context. By halves, for one within the other is as deep as Python allows for 1,000 that fail."""
+    if len(calls) < 2:
         for call in calls:
             call()
-    except BaseException:
-        _call_all(calls)  # those that are left
-        raise
+        return
+    half = len(calls) // 2
+    try:
+        _call_all(calls[:half])
+    finally:
+        _call_all(calls[half:])
 
 
 def _keys(detectors: Sequence[Detector]) -> list[str]:
@@ -341,15 +363,27 @@ def _keys(detectors: Sequence[Detector]) -> list[str]:
     return [f"{name}/{names[:place].count(name)}" for place, name in enumerate(names)]
 
 
-def _require_parts(
-    detectors: Sequence[object], sinks: Sequence[object], watches: Sequence[object]
-) -> None:
-    for detector in detectors:
-        if isinstance(detector, type) or not (callable(detector) and hasattr(detector, "init")):
-            raise TypeError(f"a detector has init() and can be called, got {detector!r:.80}")
-    for sink in sinks:
-        if isinstance(sink, type) or not callable(getattr(sink, "write", None)):
-            raise TypeError(f"a sink has write(record, events), got {sink!r:.80}")
-    for watch in watches:
-        if isinstance(watch, type) or not callable(getattr(watch, "take", None)):
-            raise TypeError(f"a watch has take(), got {watch!r:.80}")
+Kind = tuple[str, Callable[[Any], bool]]  # what one of them has; whether something has it
+
+_DETECTOR: Kind = (
+    "a detector has init() and can be called",
+    lambda part: callable(part) and hasattr(part, "init"),
+)
+_SINK: Kind = (
+    "a sink has write(record, events)",
+    lambda part: callable(getattr(part, "write", None)),
+)
+_WATCH: Kind = ("a watch has take()", lambda part: callable(getattr(part, "take", None)))
+
+
+def _parts(name: str, given: Any, kind: Kind) -> tuple[Any, ...]:
+    """Those given. `TypeError` for others than of their kind, and for one that is not in a list."""
+    needed, fits = kind
+    # A log by itself can be iterated too: an empty one would be no sinks.
+    if not isinstance(given, Iterable) or fits(given):
+        raise TypeError(f"{name} must be a list of them, got {given!r:.80}")
+    parts = tuple(given)
+    for part in parts:
+        if isinstance(part, type) or not fits(part):
+            raise TypeError(f"{needed}, got {part!r:.80}")
+    return parts

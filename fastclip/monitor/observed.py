@@ -1,5 +1,6 @@
 """From what a training loop has in its hands to the fields of a record. Imports no torch."""
 
+import math
 import sys
 from collections.abc import Callable, Iterable, Mapping
 from functools import partial
@@ -86,8 +87,11 @@ def given(
 
 
 def _from_watch(watch: Watch) -> dict[str, Any]:
-    taken = {name: value for name, value in watch.take().items() if value is not None}
     kind = type(watch).__name__
+    measured = watch.take()
+    if not isinstance(measured, Mapping):
+        raise TypeError(f"{kind}.take() must give a mapping of fields, gave {measured!r:.80}")
+    taken = {name: value for name, value in measured.items() if value is not None}
     for name in taken:
         if name not in _KNOWN:
             raise TypeError(f"{kind}.take() gave {name!r}, which a record has not")
@@ -103,14 +107,24 @@ def _from_stats(stats: "GradStats") -> dict[str, Any]:
     The table is as fixed as `GradStats` itself: each step makes one. Copying it all the same would
     take 5 us on the CPU for 300 gradients and 9 for 2,000, a tenth and a sixth of a step's cost.
     """
+    if not hasattr(stats, "total_norm"):
+        raise TypeError(f"stats must be GradStats, got {stats!r:.80}; a norm alone is grad_norm=")
     coef = stats.coef
-    return {
+    found = {
         "grad_norm": stats.total_norm,
         "clip_coef": Later((coef,), _smallest) if coef.dim() else coef,
         "clipped": stats.clipped,
         "nonfinite_count": Later((stats.table,), _nonfinite, fixed=True),
         "skipped": stats.skipped,
     }
+    if stats.inv_scale is not None:
+        found["loss_scale"] = Later((stats.inv_scale,), _inverted, fixed=True)
+    return found
+
+
+def _inverted(inv_scale: "Tensor") -> float:
+    (number,) = inv_scale.reshape(1).tolist()
+    return 1 / number if number else math.inf
 
 
 def _smallest(coef: "Tensor") -> Any:

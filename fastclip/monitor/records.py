@@ -25,6 +25,9 @@ class LayerRow(NamedTuple):
     update_ratio: float | None = None
 
 
+COLUMNS = LayerRow._fields[1:]  # the numbers of a layer
+
+
 @dataclass(frozen=True)
 class StepRecord:
     """What was measured in one step. Everything but `step` may be missing: None.
@@ -158,10 +161,7 @@ def _layer(row: Any) -> LayerRow:
         share = (row.nan + row.inf) / max(row.numel, 1)
         return LayerRow(str(row.name), float(row.norm), float(row.max_abs), share)
     values = row._asdict() if isinstance(row, LayerRow) else row
-    numbers = {
-        name: None if values.get(name) is None else float(values[name])
-        for name in LayerRow._fields[1:]
-    }
+    numbers = {name: None if values.get(name) is None else float(values[name]) for name in COLUMNS}
     return LayerRow(str(values["name"]), **numbers)
 
 

@@ -59,10 +59,11 @@ class Telemetry:
         if self._joined:
             raise ValueError("this Telemetry belongs to another Monitor: each needs one of its own")
         self._joined = True
-        # Registered here, after its sinks were made: what those do at exit is done after this.
+        # Registered here, after its sinks were made and after all finalizers, which close files:
+        # what is done at exit is done in reverse order.
         flush = partial(_flush, weakref.ref(monitor))
-        atexit.register(flush)
         weakref.finalize(monitor, atexit.unregister, flush).atexit = False
+        atexit.register(flush)
 
     def put(self, given: Given) -> None:
         """Start the copies of a row, and queue it."""
@@ -82,6 +83,11 @@ class Telemetry:
     def pop(self) -> "Row":
         """The next row, whether its time has come or not."""
         return self._rows.popleft()[1]
+
+    def __reduce__(self) -> tuple["partial[Telemetry]", tuple[()]]:
+        """A copy has the settings alone: what is queued here is written by the Monitor it is of."""
+        settings = {"layers_every": self.layers_every, "layers_before": self.layers_before}
+        return partial(Telemetry, self.lag, **settings), ()
 
     def __len__(self) -> int:
         """Rows that are queued."""

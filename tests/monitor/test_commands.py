@@ -9,6 +9,7 @@ import subprocess
 import sys
 import tracemalloc
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,7 @@ import pytest
 from fastclip.cli import main
 from fastclip.commands import logs, replay
 from fastclip.monitor import JSONL, Monitor, StepRecord, monitor, suggest_max_norm
+from fastclip.monitor.log import records
 from tests.monitor.making import changed, healthy, incident_log, mixtral, times
 
 Capture = pytest.CaptureFixture[str]
@@ -86,7 +88,7 @@ def test_replay_does_not_keep_events(
 def test_nothing_is_printed_of_a_log_that_cannot_be_read_to_its_end(
     log: str, capsys: Capture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    read = logs.records
+    read = records
 
     def failing(*arguments: Any) -> Iterator[StepRecord]:
         yield from itertools.islice(read(*arguments), 1500)
@@ -115,6 +117,16 @@ warn      steps 4050 to 4055, 4 events, onset 4050 (loss): spike, robust_spike
           loss 3.84222 is 1.56 times the mean 2.46736 of the 100 values before
           it
 """
+
+
+def test_replay_tells_the_attempts(tmp_path: Path, capsys: Capture) -> None:
+    spiked = changed(healthy(210), ([200], "loss", 30.0))
+    again = [replace(record, attempt=1) for record in spiked[150:]]
+    assert main(["replay", saved(tmp_path / "run.jsonl", [*spiked, *again])]) == 0
+    text = capsys.readouterr().out
+    assert "2 incidents" in text
+    assert text.count("step 200, onset 200 (loss)") == 1
+    assert text.count("step 200, attempt 1, onset 200 (loss)") == 1
 
 
 def test_replay_text(tmp_path: Path, capsys: Capture) -> None:

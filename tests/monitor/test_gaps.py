@@ -122,7 +122,7 @@ def test_an_excursion_of_a_bad_value_ends(metric: str, step: int, bad: float) ->
     """Ten records later onsets are what they were."""
     calm = healthy(STEPS + 40, seed=3)
     spike = changed(calm, ([STEPS + 30], "loss", times(9)))
-    wanted = Monitor().replay(spike)
+    wanted = Monitor().replay(changed(spike, ([step], metric, None)))
     assert {(event.onset, event.onset_metric) for event in wanted} == {(STEPS + 30, "loss")}
     events = Monitor().replay(changed(spike, ([step], metric, bad)))
     assert [event for event in events if event.kind != "nonfinite"] == wanted

@@ -28,6 +28,12 @@ def test_events_close_together_or_of_one_onset_are_one() -> None:
     assert incidents([], gap=2) == []
 
 
+def test_an_incident_is_of_one_attempt() -> None:
+    events = [event(100, 100), event(101, 101), event(101, 101), event(103, 103)]
+    found = incidents(events, 10, attempts=[0, 0, 1, 1])
+    assert [(one.first, one.last, one.attempt) for one in found] == [(100, 101, 0), (101, 103, 1)]
+
+
 @given(
     st.lists(
         st.tuples(

@@ -187,6 +187,7 @@ BAD_WATCHES: list[tuple[type[Exception], str, Any]] = [
         "the column 'norm' of layers must be numbers: could not convert",
         {"layers": LayerTable(("w",), {"norm": "x"})},  # type: ignore[dict-item]
     ),
+    (TypeError, r"Watching.take\(\) must give a mapping of fields, gave None", None),
 ]
 
 
@@ -214,6 +215,8 @@ def test_a_refused_call_takes_nothing_from_a_watch() -> None:
 def test_what_is_no_watch() -> None:
     with pytest.raises(TypeError, match=r"a watch has take\(\), got <class"):
         Monitor(watches=[Watching])  # type: ignore[list-item]
+    with pytest.raises(TypeError, match=r"watches must be a list of them, got <.*Watching"):
+        Monitor(watches=Watching())  # type: ignore[arg-type]
 
 
 def test_merging_tables() -> None:

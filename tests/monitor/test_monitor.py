@@ -353,6 +353,8 @@ def test_an_onset_that_a_detector_gives_is_kept() -> None:
         ({"detectors": ["loss"]}, "a detector has .* got 'loss'"),
         ({"sinks": [Kept]}, r"a sink has write\(record, events\), got <class"),
         ({"sinks": ["run.jsonl"]}, "a sink has .* got 'run.jsonl'"),
+        ({"detectors": Spike()}, r"detectors must be a list of them, got Spike\("),
+        ({"sinks": JSONL("run.jsonl")}, "sinks must be a list of them, got <.*JSONL"),
     ],
 )
 def test_what_is_no_detector_or_sink(arguments: dict[str, Any], text: str) -> None:

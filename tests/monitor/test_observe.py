@@ -12,7 +12,7 @@ import pytest
 import torch
 
 import fastclip
-from fastclip.monitor import JSONL, Event, LayerRow, Monitor, StepRecord
+from fastclip.monitor import JSONL, Event, LayerRow, Monitor, StepRecord, Telemetry
 from fastclip.monitor.records import NAMES
 from tests.making import floats, parameters
 
@@ -135,6 +135,7 @@ REFUSED: list[tuple[type[Exception], str, dict[str, Any]]] = [
     (TypeError, "layers must be a sequence of LayerRow, got 3", {"layers": 3}),
     (TypeError, "loss is on the device meta", {"loss": torch.ones((), device="meta")}),
     (TypeError, "batch is on the device meta", {"batch": [torch.ones(2, device="meta")]}),
+    (TypeError, r"stats must be GradStats, got tensor\(2.\); a norm", {"stats": torch.tensor(2.0)}),
 ]
 
 
@@ -165,3 +166,24 @@ def test_nothing_is_left_to_flush() -> None:
     monitor = Monitor()
     monitor.observe(step=0, loss=torch.tensor(math.nan))
     assert monitor.flush() == []
+
+
+@pytest.mark.parametrize("unscaled", [False, True], ids=["scaled", "unscaled-by-the-user"])
+def test_the_loss_scale_of_a_step_is_that_before_the_update(unscaled: bool) -> None:
+    weight = torch.nn.Parameter(torch.ones(2))
+    optimizer = torch.optim.SGD([weight], lr=0.0)
+    scaler = torch.amp.GradScaler("cpu", init_scale=3.0 * 2**10, growth_interval=2)
+    clipper, sink = fastclip.GradClipper([weight]), Kept()
+    monitor = Monitor([], [sink], telemetry=Telemetry(lag=2))
+    for step, factor in enumerate((1.0, 1.0, math.inf, 1.0)):
+        scaler.scale(weight.sum() * factor).backward()
+        if unscaled:
+            scaler.unscale_(optimizer)
+        stats = clipper.step(optimizer, scaler)
+        scaler.update()
+        optimizer.zero_grad()
+        monitor.observe(step=step, stats=stats.cpu())
+    monitor.flush()
+    scales = [record.loss_scale for record in sink.records]
+    assert scales == pytest.approx([3072.0, 3072.0, 6144.0, 3072.0], rel=2**-23)
+    assert [record.skipped for record in sink.records] == [False, False, True, False]

@@ -76,9 +76,29 @@ def test_a_state_out_of_json_serves_to_the_end(cut: int) -> None:
     assert repr(events) == repr(wanted.replay(records))
 
 
+def test_a_state_saved_between_a_rollback_and_the_next_record() -> None:
+    """It has the newest step, from which attempts are counted, and detectors of an earlier one."""
+    records, run = incident_log()[:40], Monitor()
+    states = []
+    for record in records:
+        states.append(run.state_dict())
+        observed(run, record)
+    run.load_state_dict(states[20])
+    saved = run.state_dict()
+    assert saved == {**states[20], "step": 39}
+    for newer in (25, 35):  # than the state gone back to
+        resumed = Monitor()
+        resumed.load_state_dict(states[newer])
+        observed(resumed, records[newer])
+        resumed.load_state_dict(saved)
+        observed(resumed, records[20])
+        assert resumed.state_dict() == {**states[21], "attempt": 1}
+
+
 WRONG: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
-    "step": ({"step": "5"}, TypeError, "step and attempt .* got '5' and 0"),
-    "attempt": ({"attempt": None}, TypeError, "step and attempt .* got 4 and None"),
+    "step": ({"step": "5"}, TypeError, "step of a state is a whole number, got '5'"),
+    "attempt": ({"attempt": None}, TypeError, "attempt of a state is a whole number, got None"),
+    "judged": ({"judged": 4.5}, TypeError, r"judged of a state is a whole number, got 4\.5"),
     "detectors": ({"detectors": []}, TypeError, r"the detectors of a state are a dict, got \[\]"),
     "bands": ({"bands": None}, ValueError, "a state of the bands has two parts, got None"),
     "fewer-bands": ({"bands": ([], None)}, ValueError, r"one for each of loss, .*got \[\]"),

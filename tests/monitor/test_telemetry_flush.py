@@ -70,6 +70,25 @@ def test_the_end_of_the_process_flushes(tmp_path: Path, end: str, code: int) -> 
     assert [record.step for record in JSONL(path)] == [0, 1, 2, 3]
 
 
+WITHOUT_TORCH = """
+import sys
+from fastclip.monitor import JSONL, Monitor, Telemetry
+monitor = Monitor(sinks=[JSONL(sys.argv[1])], telemetry=Telemetry(2))
+for step in range(4):
+    monitor.observe(step=step, loss=1.0)
+assert "torch" not in sys.modules
+"""
+
+
+def test_the_end_of_a_process_flushes_before_files_are_closed(tmp_path: Path) -> None:
+    """What closes the log is then made after the Monitor, for nobody had a finalizer before."""
+    path = tmp_path / "run.jsonl"
+    command = [sys.executable, "-c", WITHOUT_TORCH, str(path)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=100)
+    assert (done.returncode, done.stderr) == (0, "")
+    assert [record.step for record in JSONL(path)] == [0, 1, 2, 3]
+
+
 def test_a_monitor_that_is_dropped_is_flushed() -> None:
     sink = Kept()
     monitor = lagging(2, [sink])
@@ -118,6 +137,22 @@ def test_a_flush_gets_over_several_failures() -> None:
     assert second is not None
     assert [str(second), str(second.__context__)] == ["no space for 1", "no space for 0"]
     assert steps(sink) == [3, 4]
+
+
+def test_a_flush_gets_over_more_failures_than_calls_nest() -> None:
+    count = sys.getrecursionlimit() + 100
+    failing, other = Failing(*range(count)), Kept()
+    monitor = lagging(count, [failing, other], [])
+    for step in range(count):
+        monitor.observe(step=step)
+    with pytest.raises(OSError, match=f"no space for {count - 1}") as caught:
+        monitor.flush()
+    texts, error = [], caught.value.__context__
+    while error is not None:
+        texts.append(str(error))
+        error = error.__context__
+    assert texts == [f"no space for {step}" for step in reversed(range(count - 1))]
+    assert steps(other) == list(range(count))
 
 
 def test_failures_on_the_way_out_hide_no_error() -> None:

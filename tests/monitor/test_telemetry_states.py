@@ -1,11 +1,17 @@
 """Attempts, states and events are the same with rows on their way."""
 
+import copy
+import gc
 import math
 import pickle
+from collections.abc import Callable
 
+import pytest
 import torch
 
-from fastclip.monitor import Event, Monitor, NonFinite
+import fastclip
+from fastclip.monitor import Event, Monitor, NonFinite, StepRecord
+from tests.making import floats, parameters
 from tests.monitor.making import incident_log
 from tests.monitor.test_monitor import fields
 from tests.monitor.test_observe import Kept
@@ -49,6 +55,42 @@ def test_a_rollback_with_rows_on_their_way() -> None:
     monitor.flush()
     pairs = [(record.attempt, record.step) for record in sink.records]
     assert pairs == [(0, 0), (0, 1), (0, 2), (0, 3), (1, 1), (1, 2), (1, 3)]
+
+
+def test_a_state_is_loaded_though_a_sink_fails() -> None:
+    class Full:
+        def write(self, record: StepRecord, events: list[Event]) -> None:
+            raise OSError("no space")
+
+    saved = Monitor([NonFinite()])
+    saved.observe(step=7)
+    monitor = lagging(2, [Full()], [NonFinite()])
+    monitor.observe(step=3)
+    with pytest.raises(OSError, match="no space"):
+        monitor.load_state_dict(saved.state_dict())
+    assert monitor.state_dict() == saved.state_dict()
+
+
+@pytest.mark.parametrize(
+    "copied", [copy.deepcopy, lambda m: pickle.loads(pickle.dumps(m))], ids=["deepcopy", "pickle"]
+)
+def test_rows_on_their_way_stay_with_the_original(copied: Callable[[Monitor], Monitor]) -> None:
+    stats = fastclip.grad_stats(parameters(floats(3.0)))
+    sink = Kept()
+    monitor = lagging(2, [sink], [NonFinite()])
+    for step in range(4):
+        monitor.observe(step=step, loss=math.nan if step == 2 else 1.0, stats=stats)
+    copy_ = copied(monitor)
+    assert (len(monitor.telemetry), len(copy_.telemetry)) == (2, 0)
+    assert (copy_.telemetry.lag, copy_.telemetry.layers_every) == (2, 100)
+    copy_.observe(step=9)
+    [kept] = copy_.sinks
+    assert isinstance(kept, Kept)
+    del copy_
+    gc.collect()
+    assert [record.step for record in kept.records] == [0, 1, 9]
+    assert [event.step for event in monitor.flush()] == [2]
+    assert [record.step for record in sink.records] == [0, 1, 2, 3]
 
 
 def joined(found: list[list[Event]]) -> str:

@@ -55,6 +55,14 @@
     return annotations.filter(({ x }) => (x - last > 0.1 * (range[1] - range[0]) ? ((last = x), true) : false));
   };
 
+  // Of the ticks beside each other in a colour bar, the first and the last have room on a narrow screen.
+  const ends = ({ colorbar, ...trace }) => {
+    if (!colorbar || !narrow.matches) return colorbar ? { ...trace, colorbar } : trace;
+    const { tickvals, ticktext } = colorbar;
+    return { ...trace, colorbar: { ...colorbar, tickangle: 0,
+      tickvals: [tickvals[0], tickvals.at(-1)], ticktext: [ticktext[0], ticktext.at(-1)] } };
+  };
+
   const titled = ({ title }) => ({ standoff: 6, ...title, font: { size: 14 } });
 
   const layoutOf = (index, style) => {
@@ -101,7 +109,7 @@
 
   const draw = async (index) => {
     const style = getComputedStyle(document.documentElement);
-    await Plotly.react(divs[index], coloured(figures[index].data, style, false), layoutOf(index, style), config);
+    await Plotly.react(divs[index], coloured(figures[index].data, style, false).map(ends), layoutOf(index, style), config);
   };
 
   const link = async (from, range) => {

@@ -38,10 +38,9 @@ class Evidence:
 
 @dataclass
 class Episode:
-    """An incident, the attempt it began in, and its evidence under kind and metric."""
+    """An incident, and its evidence under kind and metric."""
 
     incident: Incident
-    attempt: int
     evidence: dict[tuple[str, str], Evidence] = field(default_factory=dict)
 
     @property
@@ -64,7 +63,7 @@ class Episode:
 def of_one(event: Event, attempt: int, batch: Any) -> Episode:
     witness = Witness(event, batch)
     evidence = Evidence(1, [witness], witness)
-    return Episode(of_event(event), attempt, {(event.kind, event.metric): evidence})
+    return Episode(of_event(event, attempt), {(event.kind, event.metric): evidence})
 
 
 def append(found: list[Episode], new: Episode, gap: float) -> None:

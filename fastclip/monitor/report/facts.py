@@ -4,10 +4,11 @@ from collections.abc import Sequence
 
 from fastclip.monitor.records import LEVELS
 from fastclip.monitor.report.run import Extreme, Run
-from fastclip.monitor.report.text import clean, count, escape, number, share
+from fastclip.monitor.report.text import clean, count, escape, listed, number, share
 
 # Facts that are left out where they are so in every run.
-TRIVIAL = {"Attempts": ("1", ""), "Steps skipped": ("0", ""), "Lines skipped": ("0", "")}
+NOTHING = ("Layers not finite", "Steps skipped", "Lines skipped")
+TRIVIAL = {"Attempts": ("1", ""), **dict.fromkeys(NOTHING, ("0", ""))}
 
 
 def verdict(runs: Sequence[Run]) -> str:
@@ -65,6 +66,9 @@ def _facts(run: Run) -> list[tuple[str, tuple[str, str]]]:
     if run.clipped_known:
         rate = share(run.clipped, run.clipped_known)
         found.append(("Steps clipped", (rate, f"of {count(run.clipped_known, 'step')}")))
+    if run.grid.rows:
+        faulty = run.grid.faulty()
+        found.append(("Layers not finite", (f"{len(faulty):,}", escape(listed(faulty, 2)))))
     skipped = share(run.skipped, run.records) if run.skipped else ""
     found.append(("Steps skipped", (f"{run.skipped:,}", skipped)))
     levels = [f"{run.levels[level]:,} {level}" for level in LEVELS[::-1] if run.levels[level]]

@@ -9,7 +9,7 @@ from typing import Any
 
 from fastclip.monitor.records import LEVELS
 from fastclip.monitor.report.run import RATED, Run
-from fastclip.monitor.report.text import escape, number
+from fastclip.monitor.report.text import label, number
 from fastclip.monitor.report.thinning import Point, Thinned
 
 Figure = dict[str, Any]
@@ -166,7 +166,7 @@ def _line(
     dash = "dot" if abandoned else ("dash" if validation else "solid")
     trace: Figure = {
         **{"type": "scatter", "mode": "lines", "x": x, "y": y, "yaxis": "y"},
-        "name": escape(run.name),
+        "name": label(run.name),
         "line": {"color": color, "width": 1.2 if abandoned else 1.6, "dash": dash},
         "opacity": 0.75 if abandoned else 1,
         "hovertemplate": f"step %{{x:,}}{attempt_text}<br>"
@@ -195,12 +195,12 @@ def _marks(
         f"step {point.step:,}"
         + (f", attempt {point.attempt}" if len(run.attempts) > 1 else "")
         + f"<br>{what}"
-        + (f": {escape(point.note)}" if point.note else "")
+        + (f": {label(point.note)}" if point.note else "")
         + (f"<br>{_word(valued)} <b>{number(point.value)}</b>" if valued else "")
         for point in points
     ]
     return {
-        **{"type": "scatter", "mode": "markers", "yaxis": "y", "name": escape(run.name)},
+        **{"type": "scatter", "mode": "markers", "yaxis": "y", "name": label(run.name)},
         "x": [point.step for point in points],
         "y": [_rounded(point.value) for point in points],
         "marker": {
@@ -235,11 +235,11 @@ def _onsets(runs: Sequence[Run], width: int) -> tuple[list[Figure], list[Figure]
             )
             if onset - told >= APART * width:
                 told = onset
-                label = f"{'AB'[place]}{order}" if len(runs) > 1 else str(order)
+                name = f"{'AB'[place]}{order}" if len(runs) > 1 else str(order)
                 notes.append(
                     {
                         **{"x": onset, "xref": "x", "y": 1 - 0.1 * place, "yref": "y domain"},
-                        **{"text": label, "showarrow": False, "yanchor": "bottom"},
+                        **{"text": name, "showarrow": False, "yanchor": "bottom"},
                         "font": {"color": color},
                     }
                 )

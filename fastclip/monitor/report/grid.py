@@ -57,6 +57,23 @@ class Grid:
                 found.append(column)
         return found
 
+    def faulty(self) -> list[str]:
+        """Layers that ever had elements that are not finite, or such a norm where nobody counted
+        them, in the model's order."""
+        rows = {
+            row
+            for column in self._columns
+            for row, norm in enumerate(column.norms)
+            if norm == math.inf and not value_at(column.nonfinite, row) <= 0
+        }
+        rows |= {
+            row
+            for column in self._columns
+            for row, share in enumerate(column.nonfinite)
+            if share > 0
+        }
+        return [name for name, row in self.rows.items() if row in rows]
+
     def _row(self, name: str) -> int | None:
         if name not in self.rows:
             if len(self.rows) == LAYERS:
@@ -64,6 +81,11 @@ class Grid:
                 return None
             self.rows[name] = len(self.rows)
         return self.rows[name]
+
+
+def value_at(values: "array[float]", row: int) -> float:
+    """Of a column, which ends with the last row it has a value for."""
+    return values[row] if row < len(values) else math.nan
 
 
 def _norm(value: float | None) -> float:

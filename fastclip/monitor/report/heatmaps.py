@@ -2,13 +2,12 @@
 
 import math
 import statistics
-from array import array
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 from fastclip.monitor.report.figures import Figure
-from fastclip.monitor.report.grid import Column, Grid
-from fastclip.monitor.report.text import clean, escape
+from fastclip.monitor.report.grid import Column, Grid, value_at
+from fastclip.monitor.report.text import clean, label
 
 ROWS = 60  # layers that are shown
 LABEL = 40  # characters of a layer's name beside its row
@@ -25,7 +24,7 @@ class Layers(NamedTuple):
     shown: int
     known: int
     merged: bool  # whether a column may be several steps
-    faulty: tuple[str, ...]  # layers that ever had non-finite elements, in the model's order
+    faulty: tuple[str, ...]  # layers that were ever not finite, in the model's order
 
 
 def layers(grid: Grid) -> Layers | None:
@@ -34,13 +33,13 @@ def layers(grid: Grid) -> Layers | None:
     if not grid.rows:
         return None
     names = list(grid.rows)
-    norms = [[_at(column.norms, row) for column in columns] for row in range(len(names))]
-    shares = [[_at(column.nonfinite, row) for column in columns] for row in range(len(names))]
+    norms = [[value_at(column.norms, row) for column in columns] for row in range(len(names))]
+    shares = [[value_at(column.nonfinite, row) for column in columns] for row in range(len(names))]
     labels = _labels(columns)
     with_norms = [row for row, values in enumerate(norms) if any(value >= 0 for value in values)]
-    faulty = [row for row, values in enumerate(shares) if any(value > 0 for value in values)]
+    counted = [row for row, values in enumerate(shares) if any(value > 0 for value in values)]
     chosen = _chosen(with_norms, lambda row: (*_fault(norms[row], shares[row]), _rise(norms[row])))
-    lost = _chosen(faulty, lambda row: _fault(norms[row], shares[row]))
+    lost = _chosen(counted, lambda row: _fault(norms[row], shares[row]))
     return Layers(
         _norms([names[row] for row in chosen], labels, [norms[row] for row in chosen])
         if chosen
@@ -51,12 +50,8 @@ def layers(grid: Grid) -> Layers | None:
         len(chosen),
         len(names) + len(grid.left_out),
         any(column.first != column.last for column in columns),
-        tuple(names[row] for row in faulty),
+        tuple(grid.faulty()),
     )
-
-
-def _at(values: "array[float]", row: int) -> float:
-    return values[row] if row < len(values) else math.nan
 
 
 def _chosen(rows: Sequence[int], badness: Callable[[int], Any]) -> list[int]:
@@ -86,7 +81,7 @@ def _labels(columns: Sequence[Column]) -> list[str]:
 
 def _heat(names: Sequence[str], labels: list[str]) -> tuple[Figure, Figure]:
     """A trace without values, and a layout. The rows are in `trace["y"]`."""
-    rows = [escape(name, 120) for name in names]
+    rows = [label(name, 120) for name in names]
     if len(set(rows)) < len(rows):  # where they were cut
         rows = [f"{place}: {row}" for place, row in enumerate(rows)]
     trace = {
@@ -99,18 +94,18 @@ def _heat(names: Sequence[str], labels: list[str]) -> tuple[Figure, Figure]:
     }
     layout = {
         "height": AROUND + ROW_HEIGHT * max(3, len(rows)),
-        "xaxis": {
-            **{"type": "category", "title": {"text": "step"}, "nticks": 8, "showgrid": False},
+        "xaxis": {  # without a title: plotly puts one among the labels, and captions tell
+            **{"type": "category", "nticks": 8, "showgrid": False},
             **{"tickangle": 0, "range": [-0.5, len(labels) - 0.5]},
         },
         "yaxis": {
             **{"type": "category", "showgrid": False, "automargin": True},
             "range": [len(rows) - 0.5, -0.5],
             **{"tickmode": "array", "tickvals": rows},
-            "ticktext": [escape(short(name, LABEL)) for name in names],
+            "ticktext": [label(short(name, LABEL)) for name in names],
         },
         "hovermode": "closest",
-        "meta": {"heat": True, "narrow": [escape(short(name, NARROW)) for name in names]},
+        "meta": {"heat": True, "narrow": [label(short(name, NARROW)) for name in names]},
     }
     return trace, layout
 
@@ -210,7 +205,7 @@ def calibration(curves: Sequence[tuple[str, str, Sequence[tuple[float, float]]]]
     for name, color, curve in curves:
         data.append(
             {
-                **{"type": "scatter", "mode": "lines+markers", "name": escape(name)},
+                **{"type": "scatter", "mode": "lines+markers", "name": label(name)},
                 "x": [float(f"{threshold:.6g}") for threshold, _ in curve],
                 "y": [float(f"{rate:.6g}") for _, rate in curve],
                 "line": {"color": color, "width": 1.6},

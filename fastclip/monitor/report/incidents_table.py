@@ -65,7 +65,7 @@ def _incident(name: str, episode: Episode, several: bool, opened: str) -> str:
     it = episode.incident
     steps = str(it.first) if it.first == it.last else f"{it.first} to {it.last}"
     if several:
-        steps += f"<small>attempt {episode.attempt}</small>"
+        steps += f"<small>attempt {it.attempt}</small>"
     kinds = escape(", ".join(it.kinds))
     return (
         f'<tr class="incident" role="row">'

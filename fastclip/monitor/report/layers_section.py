@@ -6,9 +6,7 @@ from fastclip.monitor.report.figures import Figure
 from fastclip.monitor.report.heatmaps import ROWS, Layers, layers
 from fastclip.monitor.report.parts import Page, block
 from fastclip.monitor.report.run import Run
-from fastclip.monitor.report.text import clean, count
-
-NAMED = 5  # layers with non-finite elements that the caption names
+from fastclip.monitor.report.text import count, listed
 
 
 def layers_section(made: Page, runs: Sequence[Run]) -> str:
@@ -30,16 +28,15 @@ def _maps(found: Layers) -> list[tuple[Figure, str, str, str]]:
     """Figures with a name for the page, a title and what they show."""
     faults = "No layer had gradient elements that are not finite."
     if found.faulty:
-        named = ", ".join(clean(name, 60) for name in found.faulty[:NAMED])
-        more = len(found.faulty) - NAMED
-        named += f" and {more:,} more" if more > 0 else ""
-        faults = f"Not finite in {count(len(found.faulty), 'layer')}: {named}."
+        faults = f"Not finite in {count(len(found.faulty), 'layer')}: {listed(found.faulty)}."
     maps = []
     if found.norms:
         text = f"{faults} {_told(found)}"
         maps.append((found.norms, "norms", "Gradient norms before clipping", text))
     if found.nonfinite:
-        text = "Share of a layer's gradient elements that are NaN or infinite; empty where none is."
+        text = (
+            "By steps: the share of a layer's gradient elements that are NaN or infinite, if any."
+        )
         if len(found.faulty) > ROWS:
             faults += f" The worst {ROWS} are shown."
         maps.append((found.nonfinite, "nonfinite", "Non-finite gradients", f"{text} {faults}"))

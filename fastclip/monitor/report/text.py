@@ -2,6 +2,7 @@
 
 import html
 import math
+from collections.abc import Sequence
 from typing import Any
 
 LONGEST = 300  # characters of a name or message that are shown
@@ -16,8 +17,13 @@ def clean(value: Any, longest: int = LONGEST) -> str:
 
 
 def escape(value: Any, longest: int = LONGEST) -> str:
-    """As HTML, which is also what plotly takes its texts for."""
+    """As HTML."""
     return html.escape(clean(value, longest))
+
+
+def label(value: Any, longest: int = LONGEST) -> str:
+    """For plotly, which takes its texts for HTML but shows `&quot;` as it is."""
+    return html.escape(clean(value, longest), quote=False)
 
 
 def number(value: float | None) -> str:
@@ -32,3 +38,10 @@ def count(amount: int, what: str) -> str:
 
 def share(part: int, whole: int) -> str:
     return f"{part / whole:.2%}"
+
+
+def listed(names: Sequence[str], most: int = 5) -> str:
+    """The first of them, and how many more there are; not escaped."""
+    more = len(names) - most
+    text = ", ".join(clean(name, 60) for name in names[:most])
+    return f"{text} and {more:,} more" if more > 0 else text

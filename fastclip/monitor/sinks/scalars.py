@@ -3,10 +3,9 @@
 from collections import Counter
 from collections.abc import Callable, Iterable
 
-from fastclip.monitor.records import METRICS, Event, LayerRow, StepRecord
+from fastclip.monitor.records import COLUMNS, METRICS, Event, StepRecord
 
 _FIELDS = (*METRICS, "clipped", "skipped", "attempt")
-_COLUMNS = LayerRow._fields[1:]
 
 
 def _same(name: str) -> str:
@@ -29,7 +28,7 @@ def scalars(
     }
     for row in record.layers or () if layers else ():
         start = f"{prefix}/layers/{rename(row.name)}"
-        for column in _COLUMNS:
+        for column in COLUMNS:
             if (value := getattr(row, column)) is not None:
                 values[f"{start}/{column}"] = float(value)
     return values

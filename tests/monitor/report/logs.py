@@ -5,7 +5,7 @@ import json
 import math
 import random
 import re
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
@@ -97,6 +97,12 @@ def read(records: Iterable[StepRecord], name: str = "run.jsonl") -> Run:
         made.add(record)
     made.finish()
     return made
+
+
+@cache
+def run_of(log: Callable[[], Iterable[StepRecord]]) -> Run:
+    """Read once for all tests that only look at it: `eventful`, say."""
+    return read(log())
 
 
 def plain(document: str) -> str:

@@ -126,6 +126,8 @@ def test_dragging_zooms_all_charts_and_a_double_click_goes_back(one: Browser) ->
     for chart in ("chart-grad_norm", "chart-loss", "chart-lr", "chart-update_ratio"):
         assert one.evaluate(RANGE, chart) == pytest.approx([500, 1000], abs=5)
     assert one.evaluate("return document.getElementById('calibration').layout.xaxis.autorange")
+    # A busy machine clicks slowly.
+    one.evaluate("document.getElementById('chart-grad_norm')._context.doubleClickDelay = 10_000")
     one.double_click(*shown(one, "chart-grad_norm", 750, 1.0))
     one.until(f"{RANGE}[1] > 1900", "chart-loss")
     for chart in ("chart-grad_norm", "chart-loss", "chart-lr"):
@@ -193,6 +195,8 @@ def test_a_narrow_screen_is_not_left(
     wide, room = opened.evaluate(f"return [{root}.scrollWidth, {root}.clientWidth]")
     assert wide <= room == width
     assert opened.evaluate(SMALL) == []
+    turned = "[...document.querySelectorAll('.cbaxis text')].filter(e => /rotate\\(-?[1-9]/"
+    assert opened.evaluate(f"return {turned}.test(e.getAttribute('transform'))).length") == 0
     # A swipe over a chart scrolls the page.
     assert opened.evaluate("return document.getElementById('chart-loss').layout.dragmode") is False
     plot = opened.evaluate(

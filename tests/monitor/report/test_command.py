@@ -61,6 +61,13 @@ def test_a_link_stays_one(log: str, tmp_path: Path, capsys: Capture) -> None:
     assert (tmp_path / "real.html").is_file()
 
 
+def test_a_link_that_leads_nowhere_is_replaced(log: str, tmp_path: Path, capsys: Capture) -> None:
+    loop = tmp_path / "loop.html"
+    loop.symlink_to(loop)
+    answer(capsys, log, "-o", str(loop))
+    assert loop.is_file()
+
+
 def test_two_logs(log: str, tmp_path: Path, capsys: Capture) -> None:
     (tmp_path / "old").mkdir()
     other = saved(tmp_path / "old" / "run.jsonl", healthy(50, seed=3))
@@ -110,6 +117,13 @@ WRONG = {
     "{page}": "the report would replace the log '{page}'; choose another with -o",
     "{log} -o {missing}/run.html": "cannot write '{missing}/run.html': there is no folder",
     "{log} -o /dev/null": "cannot write '/dev/null': it is not a file",
+    "{log} -o {long}": "cannot write '{long}': File name too long",
+    "{long}": "cannot read '{long}': File name too long",
+    "{long} -o {missing}": "cannot read '{long}': File name too long",
+    "/": "cannot read '/': Is a directory",
+    ".": "cannot read '.': Is a directory",
+    "/dev/null": "'/dev/null' is not a file to put the report beside; choose one with -o",
+    "/dev/null -o {missing}": "there are no records in '/dev/null'",
 }
 
 
@@ -120,7 +134,11 @@ def test_wrong_input_is_one_line_and_status_2(
     (tmp_path / "garbage").write_text("nonsense\n" * 30)
     paths = {name: str(tmp_path / name) for name in ("missing", "garbage", "folder")}
     (tmp_path / "folder").mkdir()
-    paths |= {"log": log, "page": saved(tmp_path / "page.html", healthy(10))}
+    paths |= {
+        "long": str(tmp_path / ("x" * 300)),
+        "log": log,
+        "page": saved(tmp_path / "page.html", healthy(10)),
+    }
     before = sorted(tmp_path.iterdir())
     try:
         status = main(["report", *arguments.format(**paths).split()])
@@ -197,7 +215,7 @@ print(status, int(peak) / 1024, time.process_time())
 @pytest.mark.skipif(sys.platform != "linux", reason="the peak is read from /proc")
 def test_a_long_log_takes_bounded_memory(tmp_path: Path) -> None:
     """Every hundredth record has layers, every thousandth a spike, and at last all is NaN."""
-    base, count = healthy(5000), 40_000
+    base, count = healthy(5000), 20_000
     log = tmp_path / "long.jsonl"
     with log.open("wb") as file:
         for step in range(count):
@@ -227,4 +245,4 @@ def test_a_long_log_takes_bounded_memory(tmp_path: Path) -> None:
     page = tmp_path / "long.html"
     assert page.stat().st_size < 5_000_000
     text = plain(page.read_text(encoding="utf-8"))
-    assert "Worst loss 9 at step 999; not finite in 11,999 records, first at step 28001" in text
+    assert "Worst loss 9 at step 999; not finite in 5,999 records, first at step 14001" in text

@@ -124,3 +124,14 @@ def test_names_that_are_cut_to_the_same_stay_apart() -> None:
     assert found
     assert found.norms
     assert len(set(found.norms["data"][0]["y"])) == 2
+
+
+def test_a_layer_is_faulty_by_its_count_or_else_by_its_norm() -> None:
+    grid = Grid()
+    rows = (
+        *(LayerRow("sound", 1.0, 1.0, 0.0), LayerRow("counted", 1.0, 1.0, 0.5)),
+        *(LayerRow("overflow", math.inf, 1e30, 0.0), LayerRow("norm-alone", math.nan)),
+    )
+    grid.add(0, 0, rows)
+    grid.add(1, 0, [LayerRow("counted", 1.0, 1.0, 0.0), LayerRow("late", math.inf)])
+    assert grid.faulty() == ["counted", "norm-alone", "late"]

@@ -14,8 +14,19 @@ import pytest
 from fastclip.monitor import LayerRow, StepRecord
 from fastclip.monitor.report import Run, page
 from fastclip.monitor.report.incidents_table import SHOWN
+from fastclip.monitor.report.thinning import BUCKETS
 from tests.monitor.making import changed, healthy, incident_log, mixtral, times
-from tests.monitor.report.logs import HOSTILE, baseline, eventful, figures, hostile, plain, read
+from tests.monitor.report.logs import (
+    HOSTILE,
+    NAMES,
+    baseline,
+    eventful,
+    figures,
+    hostile,
+    plain,
+    read,
+    run_of,
+)
 
 PLOTLY = "window.Plotly = {};  // stands for four megabytes"
 
@@ -51,7 +62,7 @@ class Elements(HTMLParser):
 
 
 def test_the_text_has_the_main_numbers() -> None:
-    run = read(eventful())
+    run = run_of(eventful)
     text = plain(document(run))
     for expected in (
         "run.jsonl",
@@ -59,6 +70,7 @@ def test_the_text_has_the_main_numbers() -> None:
         "Attempts 3 went back to earlier steps 2 times",
         "Worst loss 7.6969 at step 150; not finite in 3 records, first at step 500",
         "Largest gradient norm 2.27386 at step 920; not finite in 1 record, first at step 502",
+        f"Layers not finite 4 {NAMES[30]}, {NAMES[31]} and 2 more",
         "Steps skipped 1",
     ):
         assert expected in text
@@ -69,7 +81,7 @@ def test_the_text_has_the_main_numbers() -> None:
             if incident.first == incident.last
             else (f"steps {incident.first} to {incident.last}")
         )
-        told = f"{steps} attempt {episode.attempt} onset {episode.onset} {incident.onset_metric}"
+        told = f"{steps} attempt {incident.attempt} onset {episode.onset} {incident.onset_metric}"
         assert f"{told} {incident.message} {', '.join(incident.kinds)}" in text
 
 
@@ -82,7 +94,7 @@ def test_a_calm_run() -> None:
 
 
 def test_sections_without_data_are_left_out() -> None:
-    made = document(read(mixtral()))
+    made = document(run_of(mixtral))
     assert list(figures(made)) == ["chart-loss"]
     titles = re.findall(r"<h2>(.*?)</h2>", made)
     assert titles == ["At a glance", "Incidents", "Over steps"]
@@ -106,7 +118,7 @@ def test_calibration_in_words_and_in_a_chart() -> None:
 
 
 def test_evidence_has_value_baseline_and_batch() -> None:
-    run = read(incident_log())
+    run = run_of(incident_log)
     text = plain(document(run))
     event = run.episodes[0].witnesses()[0].event
     assert (
@@ -150,7 +162,7 @@ def test_hostile_text_is_only_text() -> None:
 
 
 def test_nothing_comes_from_elsewhere() -> None:
-    made = document(read(eventful()))
+    made = document(run_of(eventful))
     elements = Elements(made).found
     for tag, attributes in elements:
         assert tag not in ("link", "img", "iframe", "object", "embed", "base")
@@ -176,7 +188,7 @@ def test_the_policy_lets_these_two_scripts_run_and_no_other() -> None:
 
 
 def test_headings_tables_and_charts_are_accessible() -> None:
-    elements = Elements(document(read(eventful()))).found
+    elements = Elements(document(run_of(eventful))).found
     levels = [int(tag[1]) for tag, _ in elements if re.fullmatch(r"h\d", tag)]
     assert levels[0] == 1
     assert all(after <= before + 1 for before, after in pairwise(levels))
@@ -188,8 +200,8 @@ def test_headings_tables_and_charts_are_accessible() -> None:
 
 
 def test_many_incidents_are_cut_to_those_that_matter() -> None:
-    spikes = (range(200, 20_000, 40), "grad_norm", times(60))
-    records = changed(healthy(20_000), spikes, ([15_000], "loss", float("nan")))
+    spikes = (range(200, 7000, 20), "grad_norm", times(60))
+    records = changed(healthy(7000), spikes, ([6500], "loss", float("nan")))
     run = read(records)
     assert len(run.episodes) > SHOWN
     made = document(run)
@@ -206,10 +218,11 @@ def test_the_largest_page_leaves_room_for_plotly(count: int) -> None:
     rows = tuple(
         LayerRow(f"{name}.{place}.weight", 0.123456 + place, 1.0, 1e-5) for place in range(count)
     )
-    spikes = (range(200, 12_000, 40), "grad_norm", times(60))
+    length = 4 * BUCKETS  # all buckets are full
+    spikes = (range(200, length, 15), "grad_norm", times(60))
     records = [
-        replace(record, layers=rows if record.step % 50 == 0 else None, attempt=record.step // 5000)
-        for record in changed(healthy(12_000), spikes)
+        replace(record, layers=rows if record.step % 20 == 0 else None, attempt=record.step // 2000)
+        for record in changed(healthy(length), spikes)
     ]
     run = read(records)
     assert len(document(run, run)) < 2_900_000

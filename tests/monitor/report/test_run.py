@@ -10,7 +10,7 @@ from fastclip.monitor.bands import CALM
 from fastclip.monitor.incidents import incidents
 from fastclip.monitor.report.evidence import FIRST
 from tests.monitor.making import changed, healthy, incident_log, mixtral
-from tests.monitor.report.logs import eventful, read
+from tests.monitor.report.logs import eventful, read, run_of
 
 
 @pytest.mark.parametrize(
@@ -21,11 +21,20 @@ from tests.monitor.report.logs import eventful, read
 def test_incidents_are_those_of_replay(records: list[StepRecord]) -> None:
     run = read(records)
     gap = CALM * max(1.0, (run.last - run.first) / run.records)
-    events = Monitor().replay(records)
-    assert [episode.incident for episode in run.episodes] == incidents(events, gap)
+    monitor = Monitor()
+    told_in = [(event, monitor.attempt) for r in records for event in monitor.replay((r,))]
+    events, attempts = [event for event, _ in told_in], [attempt for _, attempt in told_in]
+    assert [episode.incident for episode in run.episodes] == incidents(events, gap, attempts)
     assert run.events == len(events)
     told = sum(one.count for episode in run.episodes for one in episode.evidence.values())
     assert told == len(events)
+
+
+def test_what_happens_again_after_a_rollback_is_an_incident_of_its_own() -> None:
+    spiked = changed(healthy(210), ([200], "loss", 30.0))
+    again = [replace(record, attempt=1) for record in spiked[150:]]
+    found = [episode.incident for episode in read([*spiked, *again]).episodes]
+    assert [(one.first, one.last, one.attempt) for one in found] == [(200, 200, 0), (200, 200, 1)]
 
 
 def test_evidence_is_the_first_events_and_the_worst() -> None:
@@ -43,7 +52,7 @@ def test_evidence_is_the_first_events_and_the_worst() -> None:
 
 
 def test_extremes() -> None:
-    run = read(incident_log())
+    run = run_of(incident_log)
     records = incident_log()
     losses = [(r.loss, r.step) for r in records if r.loss is not None and math.isfinite(r.loss)]
     worst = run.worst["loss"]
