@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from fastclip.monitor import randomness
+from fastclip.monitor.watches.outputs import unwatched
 
 
 class Leaves:
@@ -67,6 +68,7 @@ def preserved(model: nn.Module) -> Iterator[Leaves]:
     _require_watchable(model)
     leaves = Leaves()
     with ExitStack() as undo:
+        undo.enter_context(unwatched(model))
         undo.callback(randomness.write, randomness.read())
         undo.callback(_module_state(model))
         undo.callback(leaves.restore)
