@@ -319,11 +319,11 @@ GAPS = {
         "whether the steps with gradients that are not finite were skipped is not in the log, so "
         "they count as taken. If a GradScaler skipped them they were healthy probes of its scale",
         "skipped and loss_scale: monitor.observe(step=step, loss=loss, "
-        "stats=clipper.step(optimizer, scaler), loss_scale=scale)",
+        "stats=clipper.step(optimizer, scaler))",
     ),
     "no scale": Gap(
         "there is no loss_scale in the log: whether it kept falling is not known",
-        "loss_scale=scaler.get_scale() before the step, if the run is fp16",
+        "stats=clipper.step(optimizer, scaler), which has it, if the run is fp16",
     ),
     "no boundary": Gap(
         "gradients are not finite and the loss of those steps is not in the log: forward or "
