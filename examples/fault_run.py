@@ -114,8 +114,7 @@ class Run:
             self.attribution = Attribution(self.wrapped)
             self.wrapped.register_comm_hook(self.attribution, attribution_hook)
         else:
-            watches.append(activations := ActivationWatch(self.model))
-            self.forget = activations.take
+            watches.append(ActivationWatch(self.model))
         self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=PEAK, fused=True)
         self.scheduler = torch.optim.lr_scheduler.LambdaLR(self.optimizer, schedule)
         self.scaler = torch.amp.GradScaler("cpu", init_scale=2.0**10, enabled=fault.fp16)
@@ -199,7 +198,6 @@ class Run:
             self.rounding = False
             found = compare_precisions(self.model, lambda: cross_entropy(self.model, batch))
             self.rounding = True
-            self.forget()  # the watch has seen these passes, which are none of the run's
             modules = {name: report.nonfinite for name, report in found.items()}
             self.named = ", ".join(f"{m} in {name}" for name, m in modules.items() if m is not None)
 

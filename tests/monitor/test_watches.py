@@ -16,6 +16,8 @@ from fastclip.monitor import (
     ParameterWatch,
     StepRecord,
     Telemetry,
+    compare_precisions,
+    find_first_nonfinite,
 )
 from tests.forbidding import NoReads
 
@@ -106,3 +108,17 @@ def test_a_step_with_watches_reads_nothing_on_the_host() -> None:
             stats = clipper.step(optimizer)
         assert monitor.observe(step=0, loss=loss, stats=stats) == []
     monitor.flush()
+
+
+def test_looking_into_a_batch_is_no_step() -> None:
+    torch.manual_seed(0)
+    model, batch = nn.Sequential(nn.Linear(4, 4), nn.ReLU()), torch.randn(3, 4)
+    with torch.no_grad():
+        own, larger = model[0](batch).abs().max(), model[0](100 * batch).abs().max()
+    with ActivationWatch(model) as watch:
+        model(batch)
+        assert find_first_nonfinite(model, lambda: model(100 * batch).sum()) is None
+        compare_precisions(model, lambda: model(100 * batch).sum(), ("fp32", "bf16"))
+        assert watch.take() == {"activation_max": own}
+        model(100 * batch)
+        assert watch.take() == {"activation_max": larger}

@@ -17,9 +17,9 @@ def find_first_nonfinite(
     >>> find_first_nonfinite(model, lambda: loss_function(model(batch), target))
     NonFiniteOrigin(module='blocks.3.mlp.up', where='forward')
 
-    `forward()` puts the batch through `model` and returns the loss, a tensor of one element. It is
-    called once, as it is: a precision to be looked at is entered within it. The modules are watched
-    one call at a time, and the innermost one is named:
+    `forward()` puts the batch through `model` and returns the loss, a floating-point tensor of one
+    element. It is called once, as it is: a precision to be looked at is entered within it. The
+    modules are watched one call at a time, and the innermost one is named:
 
     * "forward": the first one, in order of execution, with a non-finite output, where its inputs
       are finite. Module "" where all modules are in order and the loss is not.
@@ -37,9 +37,9 @@ def find_first_nonfinite(
     step. Compiled code runs eagerly, which can round differently. A model wrapped for distributed
     training is passed unwrapped.
 
-    Raises `TypeError` or `ValueError` where `forward()` does not return such a loss, or one without
-    a graph although parameters require gradients; `ValueError` for parameters without a shape yet,
-    `TypeError` for TorchScript.
+    Raises `TypeError` where `forward()` does not return a floating-point tensor, `ValueError` where
+    that has not one element, or no graph although parameters require gradients; `ValueError` for
+    parameters without a shape yet, `TypeError` for TorchScript.
     """
     from fastclip.monitor.batch.probing import probed
 

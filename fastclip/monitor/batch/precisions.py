@@ -2,13 +2,15 @@
 
 import math
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
 from fastclip.monitor.batch.faults import backward_origin, forward_origin, largest
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
+
+    from fastclip.monitor.batch.probing import Probe
 
 DTYPES = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
 
@@ -55,30 +57,75 @@ def compare_precisions(
 
     "fp32" is autocast switched off, so parameters in 16 bits are computed with as they are; a
     `UserWarning` names one. What stays as it was, and what is raised for `forward()`, is as for
-    `find_first_nonfinite`. `ValueError` for another precision, `RuntimeError` for one that the
-    device does not have.
+    `find_first_nonfinite`. `ValueError` for another precision.
+
+    A precision that the device does not have, or in which a `RuntimeError` is raised (by an LSTM in
+    fp16 on most CPUs), does not stop the others: once all have run, a `RuntimeError` names it and
+    the module, and tells the reports of the others.
     """
     unknown = [name for name in precisions if name not in DTYPES]
     if unknown:
         raise ValueError(f"a precision is one of {', '.join(DTYPES)}, got {unknown[0]!r}")
     if "fp32" in precisions:
         _warn_of_halves(model)
-    return {name: _report(model, forward, DTYPES[name]) for name in precisions}
+    reports: dict[str, PrecisionReport] = {}
+    failures: dict[str, _Failure] = {}
+    for name in precisions:
+        found = _run(model, forward, DTYPES[name])
+        if isinstance(found, _Failure):
+            failures[name] = found
+        else:
+            reports[name] = found
+    if failures:
+        first = next(iter(failures.values()))
+        raise RuntimeError(_told(failures, reports)) from first.error
+    return reports
 
 
-def _report(model: "nn.Module", forward: "Callable[[], Tensor]", dtype: str) -> PrecisionReport:
-    from fastclip.monitor.batch.probing import autocast, probed
+class _Failure(NamedTuple):
+    """An error, and the module that raised it; None: no module did."""
+
+    error: RuntimeError
+    module: str | None
+
+
+def _run(
+    model: "nn.Module", forward: "Callable[[], Tensor]", dtype: str
+) -> PrecisionReport | _Failure:
+    from fastclip.monitor.batch.probing import probed
 
     with probed(model) as probe:
-        with autocast(model, dtype):
-            loss = probe.forward(forward)
-        probe.backward(loss)
-        value, outputs = loss.item(), probe.outputs()
-        origin = forward_origin(outputs, value)
-        origin = origin or backward_origin(probe.gradients(), probe.leaves_finite())
-        activation_max = largest(output.returned for output in outputs)
-        module = None if origin is None else origin.module
-        return PrecisionReport(value, probe.grad_norm(), activation_max, module)
+        try:
+            return _report(probe, model, forward, dtype)
+        except RuntimeError as error:
+            return _Failure(error, probe.raised_in(error))
+
+
+def _report(
+    probe: "Probe", model: "nn.Module", forward: "Callable[[], Tensor]", dtype: str
+) -> PrecisionReport:
+    from fastclip.monitor.batch.probing import autocast
+
+    with autocast(model, dtype):
+        loss = probe.forward(forward)
+    probe.backward(loss)
+    value, outputs = loss.item(), probe.outputs()
+    origin = forward_origin(outputs, value)
+    origin = origin or backward_origin(probe.gradients(), probe.leaves_finite())
+    activation_max = largest(output.returned for output in outputs)
+    module = None if origin is None else origin.module
+    return PrecisionReport(value, probe.grad_norm(), activation_max, module)
+
+
+def _told(failures: Mapping[str, _Failure], reports: Mapping[str, PrecisionReport]) -> str:
+    lines = []
+    for name, (error, module) in failures.items():
+        by = "" if module is None else f"module {module!r} raised "
+        lines.append(f"the model does not run in {name}: {by}{type(error).__name__}: {error}")
+    if reports:
+        lines.append(f"It does with precisions={tuple(reports)}:")
+        lines += [f"{name}: {report}" for name, report in reports.items()]
+    return "\n".join(lines)
 
 
 def _warn_of_halves(model: "nn.Module") -> None:

@@ -8,7 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from fastclip.monitor.recovery import randomness
+from fastclip.monitor import randomness
+from fastclip.monitor.watches.outputs import unwatched
 
 
 class Leaves:
@@ -67,6 +68,7 @@ def preserved(model: nn.Module) -> Iterator[Leaves]:
     _require_watchable(model)
     leaves = Leaves()
     with ExitStack() as undo:
+        undo.enter_context(unwatched(model))
         undo.callback(randomness.write, randomness.read())
         undo.callback(_module_state(model))
         undo.callback(leaves.restore)
@@ -87,7 +89,8 @@ def _require_watchable(model: nn.Module) -> None:
 
 
 def _module_state(model: nn.Module) -> Callable[[], None]:
-    """The same for training mode, for which tensors are parameters and buffers, and their values.
+    """Takes training mode, which tensors are parameters and buffers, and their values; calling what
+    it returns sets them again.
 
     `forward` may write into them (running statistics, renormalised embeddings), freeze them or put
     other tensors in their place.

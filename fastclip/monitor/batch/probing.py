@@ -47,6 +47,7 @@ class Probe:
         self._around: Call | None = self._call("")  # that to which code outside all modules belongs
         self._running: dict[int, list[Call]] = {}  # by thread, outermost first
         self._in_backward = False
+        self._raised: tuple[BaseException | None, str] = None, ""  # and the innermost module
         self._handles: list[Any] = []
         self._outputs: list[tuple[str, Magnitudes, Magnitudes]] = []
         self._gradients: list[tuple[Call, Magnitudes, Magnitudes, list[bool]]] = []
@@ -70,13 +71,7 @@ class Probe:
         """The loss."""
         with torch.enable_grad():
             loss = forward()
-        if not isinstance(loss, Tensor):
-            raise TypeError(
-                f"forward() must return the loss as a tensor, got {type(loss).__name__}"
-            )
-        if loss.numel() != 1:
-            shape = tuple(loss.shape)
-            raise ValueError(f"forward() must return a loss of one element, got the shape {shape}")
+        _require_loss(loss)
         self._own(loss, self._around)
         return loss
 
@@ -110,6 +105,11 @@ class Probe:
             )
         return found
 
+    def raised_in(self, error: BaseException) -> str | None:
+        """The innermost module that an error went through, if it went through any."""
+        raised, name = self._raised
+        return name if raised is error else None
+
     def leaves_finite(self) -> bool:
         """Whether the gradients of everything that got one are finite."""
         (read,) = _read([_magnitudes(self._leaves.grads())])
@@ -142,6 +142,9 @@ class Probe:
         if not stack or stack[-1].module is not module:
             return
         call = stack.pop()
+        raised = sys.exc_info()[1]
+        if raised is not self._raised[0]:
+            self._raised = raised, call.name
         self._own(output, call)
         if not self._in_backward:
             self._outputs.append((call.name, call.given, _magnitudes(output)))
@@ -264,6 +267,18 @@ def tensors(value: Any) -> Iterator[Tensor]:
             yield from tensors(getattr(value, field.name, None))
 
 
+def _require_loss(loss: object) -> None:
+    if not isinstance(loss, Tensor):
+        raise TypeError(f"forward() must return the loss as a tensor, got {type(loss).__name__}")
+    if not loss.is_floating_point():
+        raise TypeError(
+            f"forward() must return the loss as a floating-point tensor, got one of {loss.dtype}"
+        )
+    if loss.numel() != 1:
+        shape = tuple(loss.shape)
+        raise ValueError(f"forward() must return a loss of one element, got the shape {shape}")
+
+
 def _magnitudes(value: Any) -> Magnitudes:
     return tuple(
         _magnitude(tensor)
@@ -284,6 +299,7 @@ def _magnitude(tensor: Tensor) -> Tensor:
 
 def _plain(tensor: Tensor) -> Tensor:
     """What torch.func wraps: all samples of `vmap`, which outlive it."""
+    # Nothing public unwraps them. Both functions are in torch 2.10.0, 2.13.0 and 2.14.1.
     while torch._C._functorch.is_functorch_wrapped_tensor(tensor):
         tensor = torch._C._functorch.get_unwrapped(tensor)
     return tensor

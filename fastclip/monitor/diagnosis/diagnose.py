@@ -64,7 +64,7 @@ def _decided(
     # In the order of the log, so the first of them is the first record that shows the symptom.
     shown = [one for fact, one in evidence.items() if fact in symptom.facts]
     first = shown[0] if shown else None
-    facts = {*evidence, *_of_the_whole(shown, norms)}
+    facts = {*evidence, *_of_the_whole(evidence, shown, norms)}
     advice = [row for row in table.ADVICE if _holds(row, symptom.name, boundary.name, facts)]
     places = _counted(found) | _threshold(norms, source) | _placed(evidence, shown, boundary)
     gaps = [table.GAPS[name] for name in _gaps(found, evidence, boundary.name)]
@@ -74,7 +74,7 @@ def _decided(
         tuple(row.action.format_map(places) for row in advice),
         (
             *(row.check.format_map(places) for row in advice),
-            *(f"So that the next log can tell: {gap.record.format_map(places)}." for gap in gaps),
+            *_recording([gap.record.format_map(places) for gap in gaps]),
         ),
         first and first.onset,
         first and first.onset_metric,
@@ -100,13 +100,25 @@ def _holds(row: table.Advice, symptom: str, boundary: str, facts: set[str]) -> b
     )
 
 
-def _of_the_whole(shown: Sequence[Evidence], norms: Sequence[float]) -> Iterator[str]:
+def _recording(wanted: Sequence[str]) -> Iterator[str]:
+    if wanted:
+        numbered = (f"({number}) {one}" for number, one in enumerate(wanted, 1))
+        text = wanted[0] if len(wanted) == 1 else "; ".join(numbered)
+        yield f"So that the next log can tell: {text}."
+
+
+def _of_the_whole(
+    evidence: Mapping[str, Evidence], shown: Sequence[Evidence], norms: Sequence[float]
+) -> Iterator[str]:
     """The facts of the log as a whole."""
     yield table.CALIBRATED if len(norms) >= FEWEST_NORMS else table.UNCALIBRATED
     if shown and all(one.abandoned for one in shown):
         yield table.PAST
-    if shown:
-        yield table.SLOW if shown[0].fact == table.DRIFT else table.ABRUPT
+    if evidence.keys().isdisjoint(table.BACK.values()):
+        if shown:
+            yield table.SLOW if shown[0].fact == table.DRIFT else table.ABRUPT
+        if evidence.keys() & {table.OPEN, table.LEVEL}:
+            yield table.AWAY
 
 
 def _counted(found: Gathering) -> dict[str, Any]:
@@ -167,7 +179,8 @@ def _batch(evidence: Evidence) -> str:
 def _gaps(found: Gathering, evidence: Mapping[str, Evidence], boundary: str) -> Iterator[str]:
     """Which of `table.GAPS` the log has."""
     counts = found.counts
-    taken = table.GRADIENT_NONFINITE in evidence
+    unclear = table.GRADIENT_NONFINITE in evidence
+    taken = unclear or table.BACKWARD_NONFINITE in evidence
     if not counts["loss"]:
         yield "no loss"
     elif found.losses < FULL:
@@ -180,7 +193,7 @@ def _gaps(found: Gathering, evidence: Mapping[str, Evidence], boundary: str) -> 
         yield "no skipped"
     if (taken or table.OVERFLOWS in evidence) and not counts["loss_scale"]:
         yield "no scale"
-    if taken and boundary == "none":
+    if unclear and boundary == "none":
         yield "no boundary"
     if counts["not positive"]:
         yield "not positive"

@@ -4,6 +4,7 @@ from collections import Counter, deque
 from dataclasses import dataclass, field
 from math import inf, isfinite
 
+from fastclip.monitor.bands import CALM
 from fastclip.monitor.detectors import default_detectors
 from fastclip.monitor.diagnosis import excursions, table
 from fastclip.monitor.diagnosis.result import Evidence, Seen
@@ -58,6 +59,7 @@ class Gathering:
         self._stuck: _Found | None = None  # the loss is not finite
         self._norms: deque[float] = deque(maxlen=NORMS)
         self._calibrating = True
+        self._calm = 0  # finite losses since the last event of Sustained or Drift
         self.counts: Counter[str] = Counter()
         self.losses = self._losses = 0
         self.outside: Counter[int] = Counter()
@@ -80,6 +82,7 @@ class Gathering:
         loss = record.loss
         if loss is not None and isfinite(loss):
             self._stuck = None
+            self._calm += 1
         for event in events:
             for fact in self._facts(event, record):
                 self._keep(fact, event, record)
@@ -94,16 +97,24 @@ class Gathering:
 
     def evidence(self) -> dict[str, Evidence]:
         """By fact, in the order in which they were first seen."""
-        found = dict(self._found)
+        found = {self._settled(fact, one): one for fact, one in self._found.items()}
         if self._stuck is not None:
-            found[table.STUCK] = self._stuck
+            found.setdefault(table.STUCK, self._stuck)
         elif self._open is not None:
             found[table.OPEN] = self._open
         return {fact: _evidence(fact, one) for fact, one in found.items()}
 
+    def _settled(self, fact: str, found: _Found) -> str:
+        """The fact as it stands where the log ends; a rise that was rolled back stays one."""
+        if fact == table.LOSS_NONFINITE and self._stuck and found.count == self._stuck.count:
+            return table.STUCK  # the same records
+        if found.kept is not None and self._calm >= CALM and self._open is None:
+            return table.BACK.get(fact, fact)
+        return fact
+
     def _go_back(self, step: int) -> None:
         """A new attempt begins at `step`: what came from there on was for nothing."""
-        self._losses, self._open, self._stuck = 0, None, None
+        self._losses, self._calm, self._open, self._stuck = 0, 0, None, None
         for found in self._found.values():
             if found.kept is not None and found.kept >= step:
                 found.kept = None
@@ -139,6 +150,8 @@ class Gathering:
             self._calibrating = False
         elif kind == "loss_scale_drop":
             self.scale = min(self.scale, event.value)
+        elif kind in ("sustained", "drift"):
+            self._calm = 0
         return (_FACTS[kind],) if kind in _FACTS else ()
 
     def _nonfinite(self, event: Event, record: StepRecord) -> tuple[str, ...]:
@@ -152,7 +165,7 @@ class Gathering:
             return (table.OVERFLOWS,)
         self.counts["perhaps skipped"] += record.skipped is None
         if record.loss is not None and isfinite(record.loss):
-            return (table.GRADIENT_NONFINITE, table.BACKWARD_NONFINITE)
+            return (table.BACKWARD_NONFINITE,)
         return (table.GRADIENT_NONFINITE,)
 
     def _lasting(self, event: Event, record: StepRecord) -> _Found:

@@ -18,7 +18,7 @@ def page(found: "Diagnosis") -> str:
     boundary = next(row for row in table.BOUNDARIES if row.name == found.boundary)
     lines = [
         _heading("A", "symptom", found.symptom + _doubt(found)),
-        *_filled(symptom.meaning, "   "),
+        *_filled(_meaning(symptom, found), "   "),
     ]
     if found.onset is not None:
         lines += _filled(f"Onset: step {found.onset} ({found.onset_metric}).", "   ")
@@ -44,6 +44,11 @@ def _heading(letter: str, phase: str, what: str) -> str:
 def _doubt(found: "Diagnosis") -> str:
     """That nothing was seen says little where little could be."""
     return ", but not enough evidence" if found.symptom == "none" and found.unjudged else ""
+
+
+def _meaning(symptom: table.Symptom, found: "Diagnosis") -> str:
+    came_back = any(evidence.fact in table.BACK.values() for evidence in found.evidence)
+    return symptom.back if symptom.back and came_back else symptom.meaning
 
 
 def _filled(text: str, first: str, rest: str | None = None) -> list[str]:

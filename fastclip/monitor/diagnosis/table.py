@@ -13,48 +13,58 @@ from typing import NamedTuple
 
 # Facts.
 LOSS_NONFINITE = "the loss is not finite"
-GRADIENT_NONFINITE = "gradients are not finite, and the step was not skipped"
-BACKWARD_NONFINITE = "gradients are not finite, the step was not skipped, and its loss is finite"
+GRADIENT_NONFINITE = "gradients are not finite, no loss is, and the step is not recorded as skipped"
+BACKWARD_NONFINITE = (
+    "gradients are not finite, the loss is, and the step is not recorded as skipped"
+)
 SCALE_FALLS = "the loss scale keeps falling"
 GRADIENT_FIRST = "the gradient norm left its band before the loss did"
 SUSTAINED = "the loss rose and stayed up (Sustained)"
+SUSTAINED_BACK = "the loss rose and stayed up for a while (Sustained), and came back"
 DRIFT = "the loss rose slowly (Drift)"
+DRIFT_BACK = "the loss rose slowly (Drift), and came back"
 RETURNED = "the loss left its band and came back"
+STUCK = "the loss is not finite, up to the end of the log"
 # These decide nothing; a reader wants to know them.
 LEVEL = "the loss stayed outside its band for 100 values: a new level"
 OPEN = "the loss is outside its band where the log ends"
-STUCK = "the loss is not finite where the log ends"
 OVERFLOWS = "gradients were not finite, and the step was skipped"
 GRADIENT_SPIKE = "the gradient norm spiked (RobustSpike)"
 OTHER_NONFINITE = "activation_max, param_norm or update_ratio is not finite"
 CLIPPING = "most steps are clipped (ClipRate)"
 # These are of the log as a whole.
 PAST = "all that shows the symptom is of an attempt that was rolled back"
-ABRUPT = "the first that shows it is not Drift"
-SLOW = "the first that shows it is Drift"
+ABRUPT = "the first that shows it is not Drift, and the loss did not come back"
+SLOW = "the first that shows it is Drift, and the loss did not come back"
+AWAY = "the loss left its band and did not come back"
+
+# Where the loss rose and came back. Once it has, these take the place of the facts on the left.
+BACK = {SUSTAINED: SUSTAINED_BACK, DRIFT: DRIFT_BACK}
 CALIBRATED = "there are enough healthy norms to suggest a threshold"
 UNCALIBRATED = "there are not"
 
 # The order in which evidence is shown.
 FACTS = (
     *(LOSS_NONFINITE, STUCK, GRADIENT_NONFINITE, BACKWARD_NONFINITE, SCALE_FALLS, OVERFLOWS),
-    *(GRADIENT_FIRST, SUSTAINED, DRIFT, OPEN, LEVEL, RETURNED, GRADIENT_SPIKE, OTHER_NONFINITE),
-    CLIPPING,
+    *(GRADIENT_FIRST, SUSTAINED, SUSTAINED_BACK, DRIFT, DRIFT_BACK, OPEN, LEVEL, RETURNED),
+    *(GRADIENT_SPIKE, OTHER_NONFINITE, CLIPPING),
 )
 
 
 class Symptom(NamedTuple):
-    """Holds if one of `facts` does; the last row always."""
+    """Holds if one of `facts` does; the last row always. `back`: what it means if the loss came
+    back, where that differs."""
 
     name: str
     facts: tuple[str, ...]
     meaning: str
+    back: str | None = None
 
 
 SYMPTOMS = (
     Symptom(
         "nonfinite",
-        (LOSS_NONFINITE, GRADIENT_NONFINITE, SCALE_FALLS),
+        (LOSS_NONFINITE, STUCK, GRADIENT_NONFINITE, BACKWARD_NONFINITE, SCALE_FALLS),
         "Numbers left the range of their format.",
     ),
     Symptom(
@@ -62,7 +72,12 @@ SYMPTOMS = (
         (GRADIENT_FIRST,),
         "The gradient norm left its normal band first, and the loss followed.",
     ),
-    Symptom("sustained", (SUSTAINED, DRIFT), "The loss rose and stayed up."),
+    Symptom(
+        "sustained",
+        (SUSTAINED, SUSTAINED_BACK, DRIFT, DRIFT_BACK),
+        "The loss rose and stayed up.",
+        "The loss rose and stayed up for a while, and came back later.",
+    ),
     Symptom("isolated", (RETURNED,), "The loss left its normal band and came back by itself."),
     Symptom("none", (), "The log shows nothing that the playbook is for."),
 )
@@ -86,7 +101,7 @@ BOUNDARIES = (
     ),
     Boundary(
         "forward",
-        (LOSS_NONFINITE,),
+        (LOSS_NONFINITE, STUCK),
         (),
         "The loss itself is not finite: the forward pass left the range of its format.",
     ),
@@ -143,7 +158,8 @@ ADVICE = (
         "forward",
         (BACKWARD_NONFINITE,),
         "Look at the backward pass too: at step {backward} gradients were not finite while the "
-        "loss was, and the update was taken. If the loss turned only afterwards, it began there.",
+        "loss was, and no record says that the step was skipped. If the loss turned only "
+        "afterwards, it began there.",
         "find_first_nonfinite(model, forward) on {backward_batch}: None after the repair.",
     ),
     Advice(
@@ -215,7 +231,7 @@ ADVICE = (
     Advice(
         "gradient",
         None,
-        (OPEN, LEVEL),
+        (AWAY,),
         "The loss did not come back, so clipping comes too late for this model: restore the "
         "checkpoint before the onset, recovery.restore(before={target}), and clip from there.",
         "100 steps past step {onset} without an event: then the restart held.",
@@ -243,7 +259,17 @@ ADVICE = (
     Advice(
         "sustained",
         None,
+        tuple(BACK.values()),
+        "Watch: the loss came back without a restart, so none is needed for what is past. Keep the "
+        "checkpoint before the onset (step {target}) as long as it may come again, and look at the "
+        "batches up to step {step} and at the learning rate ({lr} at the onset) for its cause.",
+        "Diagnose again in a few hundred steps: the loss is still back. If it rises again, restore "
+        "from before that onset and halve the learning rate.",
+    ),
+    Advice(
+        "sustained",
         None,
+        (ABRUPT, SLOW),
         "Review the learning rate ({lr} at the onset) and its warm-up: halve it for a few hundred "
         "steps after the restart (RollbackPolicy(lr_scale=0.5, lr_steps=200)), for good if it "
         "happens again.",
@@ -293,11 +319,11 @@ GAPS = {
         "whether the steps with gradients that are not finite were skipped is not in the log, so "
         "they count as taken. If a GradScaler skipped them they were healthy probes of its scale",
         "skipped and loss_scale: monitor.observe(step=step, loss=loss, "
-        "stats=clipper.step(optimizer, scaler), loss_scale=scale)",
+        "stats=clipper.step(optimizer, scaler))",
     ),
     "no scale": Gap(
         "there is no loss_scale in the log: whether it kept falling is not known",
-        "loss_scale=scaler.get_scale() before the step, if the run is fp16",
+        "stats=clipper.step(optimizer, scaler), which has it, if the run is fp16",
     ),
     "no boundary": Gap(
         "gradients are not finite and the loss of those steps is not in the log: forward or "

@@ -7,7 +7,7 @@ from typing import Any
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from fastclip.monitor.recovery import randomness
+from fastclip.monitor import randomness
 from fastclip.monitor.recovery.learning_rate import Cut
 from fastclip.monitor.recovery.packing import Packed, Unpacker, pack
 

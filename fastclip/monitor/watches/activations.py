@@ -31,7 +31,8 @@ class ActivationWatch:
     What counts: tensors of floating or complex dtype, also within tuples, lists, mappings and
     dataclasses; of a sparse tensor the stored values, of a DTensor what this process holds. Other
     outputs are passed over, as are tensors without values (meta, fake). Only forward passes with
-    gradients enabled count, so that validation under ``torch.no_grad()`` does not. A module that
+    gradients enabled count, so that validation under ``torch.no_grad()`` does not, nor do those of
+    `compare_precisions` and `find_first_nonfinite`. A module that
     activation checkpointing runs again during backward counts once. A tensor that several modules
     return, as a Sequential does its last module's, is read once and counts for each. Leave out with
     `modules` what puts out infinities on purpose, as masks do.

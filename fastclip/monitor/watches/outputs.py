@@ -6,6 +6,7 @@ import sys
 import threading
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any, Literal, NamedTuple
 
 import torch
@@ -185,15 +186,34 @@ class Hook:
     def __init__(self, outputs: "weakref.ref[Outputs] | None" = None, number: int = 0) -> None:
         self._outputs, self._number = outputs, number
 
+    @property
+    def outputs(self) -> "Outputs | None":
+        return None if self._outputs is None else self._outputs()
+
     @torch.compiler.disable  # type: ignore[untyped-decorator]
     def __call__(self, module: nn.Module, inputs: object, output: object) -> None:
-        outputs = None if self._outputs is None else self._outputs()
+        outputs = self.outputs
         if outputs is not None and outputs.wanted and torch.is_grad_enabled():
             if not torch._C._is_tracing():  # what runs then becomes part of the trace
                 outputs.see(self._number, output)
 
     def __reduce__(self) -> tuple[type["Hook"], tuple[()]]:
         return Hook, ()
+
+
+@contextmanager
+def unwatched(model: nn.Module) -> Iterator[None]:
+    """Within, no watch measures the model's forward passes: they are of no step."""
+    hooks = [hook for module in model.modules() for hook in module._forward_hooks.values()]
+    found = {hook.outputs for hook in hooks if isinstance(hook, Hook)} - {None}
+    measuring = [outputs for outputs in found if outputs is not None and outputs.wanted]
+    for outputs in measuring:
+        outputs.wanted = False
+    try:
+        yield
+    finally:
+        for outputs in measuring:
+            outputs.wanted = True
 
 
 def watched(

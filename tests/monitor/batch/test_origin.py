@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from fastclip.monitor import NonFiniteOrigin, find_first_nonfinite
+from fastclip.monitor import NonFiniteOrigin, compare_precisions, find_first_nonfinite
 from tests.monitor.batch.cases import CASES, Case, batch, healthy, summed
 from tests.monitor.batch.parts import Apply, Between, Siblings
 
@@ -118,15 +118,28 @@ def test_large_numbers_are_finite() -> None:
     ("value", "error", "text"),
     [
         (3.0, TypeError, r"forward\(\) must return the loss as a tensor, got float"),
+        (torch.tensor(True), TypeError, r"as a floating-point tensor, got one of torch\.bool"),
+        (torch.tensor(3), TypeError, r"as a floating-point tensor, got one of torch\.int64"),
+        (torch.tensor(1j), TypeError, r"as a floating-point tensor, got one of torch\.complex64"),
         (torch.ones(2), ValueError, r"a loss of one element, got the shape \(2,\)"),
+        (torch.ones(0), ValueError, r"a loss of one element, got the shape \(0,\)"),
         (torch.ones(()), ValueError, r"returned a loss without a graph: is no_grad in force\?"),
     ],
-    ids=["number", "several", "no graph"],
+    ids=["number", "bool", "integer", "complex", "several", "none", "no graph"],
 )
-def test_what_is_no_loss(value: object, error: type[Exception], text: str) -> None:
+@pytest.mark.parametrize(
+    "look", [find_first_nonfinite, compare_precisions], ids=["origin", "precisions"]
+)
+def test_what_is_no_loss(value: Any, error: type[Exception], text: str, look: Any) -> None:
     model, _ = healthy()
     with pytest.raises(error, match=text):
-        find_first_nonfinite(model, lambda: value)  # type: ignore[arg-type, return-value]
+        look(model, lambda: value)
+
+
+def test_a_loss_that_the_model_computes_as_an_integer() -> None:
+    model, _ = healthy()
+    with pytest.raises(TypeError, match=r"forward\(\) must return .*, got one of torch\.int64"):
+        find_first_nonfinite(model, lambda: model(batch(16, 4)).argmax(1).eq(0).sum())
 
 
 def test_models_that_cannot_be_watched() -> None:

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from fastclip.monitor import PrecisionReport, compare_precisions
 from tests.monitor.batch.cases import CASES, Case, Forward, batch, healthy
-from tests.monitor.batch.parts import Apply
+from tests.monitor.batch.parts import Apply, Catching
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
@@ -193,6 +193,80 @@ def test_a_device_without_a_precision_says_so(monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.setattr(torch, "is_autocast_enabled", lambda device: False)
     with pytest.raises(RuntimeError, match="autocast on the device cpu has no float16"):
         compare_precisions(model, forward, ["fp16"])
+
+
+class Refusing(nn.Module):
+    """Has no kernel for some dtypes."""
+
+    def __init__(self, *dtypes: torch.dtype, backward: bool = False) -> None:
+        super().__init__()
+        self.dtypes, self.backward = dtypes, backward
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.backward:
+            x.register_hook(self.refuse)
+        else:
+            self.refuse(x)
+        return x
+
+    def refuse(self, x: Tensor) -> None:
+        if x.dtype in self.dtypes:
+            raise RuntimeError(f"no kernel for {x.dtype}")
+
+
+def refusing(*dtypes: torch.dtype, backward: bool = False) -> tuple[nn.Sequential, Forward]:
+    part = nn.Sequential(nn.Linear(4, 4), Refusing(*dtypes, backward=backward))
+    model, x = nn.Sequential(nn.Linear(4, 4), part, nn.Linear(4, 1)), batch(3, 4)
+    return model, lambda: model(x).float().sum()
+
+
+@pytest.mark.parametrize("backward", [False, True], ids=["forward", "backward"])
+def test_a_precision_that_fails_loses_no_report(backward: bool) -> None:
+    model, forward = refusing(torch.bfloat16, backward=backward)
+    reports = compare_precisions(model, forward, ["fp32", "fp16"])
+    with pytest.raises(RuntimeError) as raised:
+        compare_precisions(model, forward)
+    by = "" if backward else "module '1.1' raised "
+    assert str(raised.value).splitlines() == [
+        f"the model does not run in bf16: {by}RuntimeError: no kernel for torch.bfloat16",
+        "It does with precisions=('fp32', 'fp16'):",
+        f"fp32: {reports['fp32']}",
+        f"fp16: {reports['fp16']}",
+    ]
+    assert str(raised.value.__cause__) == "no kernel for torch.bfloat16"
+
+
+def test_several_precisions_that_fail_are_all_named() -> None:
+    model, forward = refusing(*DTYPES.values())
+    with pytest.raises(RuntimeError) as raised:
+        compare_precisions(model, forward)
+    assert str(raised.value).splitlines() == [
+        f"the model does not run in {name}: module '1.1' raised RuntimeError: no kernel for {dtype}"
+        for name, dtype in DTYPES.items()
+    ]
+
+
+def test_the_module_that_lets_an_error_through_is_named() -> None:
+    """Not one whose error was caught before, nor by the error that the caller is handling."""
+    model, forward = refusing(torch.float16)
+    model.insert(0, Catching(False))
+    try:
+        raise ZeroDivisionError
+    except ZeroDivisionError:
+        with pytest.raises(RuntimeError, match=r"in fp16: module '2\.1' raised RuntimeError: no"):
+            compare_precisions(model, forward)
+
+
+def test_an_error_outside_all_modules_names_none() -> None:
+    model = nn.Sequential(nn.Linear(4, 4), Catching(False), nn.Linear(4, 1))
+    refuse = Refusing(torch.bfloat16).refuse
+
+    def forward() -> Tensor:
+        refuse(model(batch(3, 4)))
+        return model(batch(3, 4)).float().sum()
+
+    with pytest.raises(RuntimeError, match=r"in bf16: RuntimeError: no kernel for"):
+        compare_precisions(model, forward)
 
 
 def test_a_report_prints_as_it_reads() -> None:

@@ -99,6 +99,9 @@ CASES = {
     "sustained-and-back": Case(
         run((range(S, S + 8), "loss", times(2))), "sustained", "update", S, "loss"
     ),
+    "drift-and-back": Case(
+        run((range(S, S + 30), "loss", times(2))), "sustained", "update", S, "loss"
+    ),
     "isolated": Case(run(SPIKE), "isolated", "none", S, "loss"),
     "isolated-twice": Case(
         run(SPIKE, ([S + 100], "loss", times(2))), "isolated", "none", S, "loss"

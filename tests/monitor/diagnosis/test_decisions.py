@@ -1,6 +1,7 @@
 """Symptom, boundary and onset of known failures; every row of the table is reached."""
 
 import math
+import re
 from dataclasses import replace
 from functools import cache
 from string import Formatter
@@ -13,7 +14,7 @@ from hypothesis import strategies as st
 from fastclip.monitor import Diagnosis, LayerRow, StepRecord, diagnose, suggest_max_norm
 from fastclip.monitor.diagnosis import table
 from fastclip.monitor.diagnosis.gathering import NORMS, SHOWN, Gathering
-from tests.monitor.diagnosis.cases import CASES, SINGLE, S
+from tests.monitor.diagnosis.cases import CASES, SINGLE, S, overflow, run
 from tests.monitor.making import changed, healthy, times
 
 
@@ -115,7 +116,9 @@ def test_little_evidence_is_said() -> None:
     ):
         found = diagnosed(name)
         assert missing in " ".join(found.unjudged), name
-        assert any(check.startswith("So that the next log can tell") for check in found.checks)
+        (asked,) = [check for check in found.checks if check.startswith("So that the next log can")]
+        several = range(1, len(found.unjudged) + 1) if len(found.unjudged) > 1 else []
+        assert re.findall(r"\((\d)\) ", asked) == [*map(str, several)], name
         doubt = "A. Symptom: none, but not enough evidence\n" in str(found)
         assert doubt == (found.symptom == "none")
     assert diagnosed("healthy").unjudged == diagnosed("gradient-first").unjudged == ()
@@ -123,13 +126,36 @@ def test_little_evidence_is_said() -> None:
 
 
 def test_counts_and_spans() -> None:
-    found = {one.fact: one for one in diagnosed("nan-loss-to-the-end").evidence}
-    for fact in (table.LOSS_NONFINITE, table.STUCK):
-        assert (found[fact].times, found[fact].first, found[fact].last) == (400, S, 1199)
-    assert len(found[table.LOSS_NONFINITE].records) == 3
-    assert table.OPEN not in found
-    once = {one.fact: one for one in diagnosed("gradients-of-a-taken-step").evidence}
-    assert once[table.GRADIENT_NONFINITE].times == 1  # the norm and the count are one record's
+    (stuck,) = diagnosed("nan-loss-to-the-end").evidence
+    assert (stuck.fact, stuck.times, stuck.first, stuck.last) == (table.STUCK, 400, S, 1199)
+    assert len(stuck.records) == 3
+    (once,) = diagnosed("gradients-of-a-taken-step").evidence
+    assert once.times == 1  # the norm and the count are one record's
+
+
+def test_no_two_facts_say_the_same_of_the_same_records() -> None:
+    """A loss that is not finite to the end, and gradients with and without a finite loss."""
+    records = changed(
+        CASES["nan-loss-to-the-end"].records(0),
+        (range(S - 50, S - 48), "loss", math.nan),
+        (range(S - 1, S + 2), "grad_norm", math.inf),
+    )
+    found = {one.fact: (one.times, one.first, one.last) for one in diagnose(records).evidence}
+    expected = {
+        table.LOSS_NONFINITE: (402, S - 50, 1199),
+        table.STUCK: (400, S, 1199),
+        table.BACKWARD_NONFINITE: (1, S - 1, S - 1),
+        table.GRADIENT_NONFINITE: (2, S, S + 1),
+    }
+    assert {fact: where for fact, where in found.items() if "not finite" in fact} == expected
+
+
+@pytest.mark.parametrize("skipped", [None, False])
+def test_a_step_of_which_no_record_says_that_it_was_skipped(skipped: bool | None) -> None:
+    found = diagnose(run(*overflow(S, skipped=skipped))(0))
+    assert [one.fact for one in found.evidence] == [table.BACKWARD_NONFINITE]
+    assert "was not skipped" not in str(found)
+    assert ("were skipped is not in the log" in str(found)) == (skipped is None)
 
 
 def test_a_rollback_is_told() -> None:
@@ -162,10 +188,40 @@ def test_a_loss_that_came_back_needs_no_restart() -> None:
         healthy(1200), ([S], "grad_norm", times(40)), (range(S + 3, S + 30), "loss", times(2))
     )
     found = diagnose(records)
-    assert {table.DRIFT, table.RETURNED} <= {one.fact for one in found.evidence}
+    assert {table.DRIFT_BACK, table.RETURNED} <= {one.fact for one in found.evidence}
     assert [action.split(":")[0] for action in found.interventions] == ["Clip"]
     away = diagnosed("gradient-first-and-up-for-good").interventions
     assert [action.split(",")[0] for action in away][1:] == ["The loss did not come back"]
+
+
+@pytest.mark.parametrize("name", ["sustained-and-back", "drift-and-back"])
+def test_a_rise_that_came_back_gets_milder_words(name: str) -> None:
+    back, away = diagnosed(name), diagnosed("sustained")
+    assert (back.symptom, back.boundary) == (away.symptom, away.boundary)
+    assert "The loss rose and stayed up for a while, and came back later." in str(back)
+    assert "The loss rose and stayed up.\n" in str(away)
+    assert [action.split(":")[0] for action in back.interventions] == ["Watch"]
+    assert not re.search("halve|[Rr]estore", str(back.interventions))
+    assert table.LEVEL not in {one.fact for one in back.evidence}
+
+
+def test_how_soon_a_rise_has_come_back() -> None:
+    """After 10 losses that are in order, as an excursion ends; never where it was rolled back."""
+    records = CASES["sustained-and-back"].records(0)
+    for end, fact in ((S + 17, table.SUSTAINED), (S + 18, table.SUSTAINED_BACK)):
+        assert fact in {one.fact for one in diagnose(records[:end]).evidence}
+    rolled_back = diagnosed("rolled-back")
+    assert table.SUSTAINED in {one.fact for one in rolled_back.evidence}
+    assert "The loss rose and stayed up.\n" in str(rolled_back)
+
+
+def test_a_level_that_was_left_again_asks_for_no_restart() -> None:
+    """Where the gradient was first, too."""
+    for changes in ([], [([S - 1], "grad_norm", times(40))]):
+        found = diagnose(run((range(S, S + 150), "loss", times(2)), *changes)(0))
+        assert table.LEVEL in {one.fact for one in found.evidence}
+        assert found.symptom == ("gradient" if changes else "sustained")
+        assert "recovery.restore" not in str(found.interventions)
 
 
 def test_the_threshold_is_that_of_the_healthy_part() -> None:
@@ -188,8 +244,8 @@ def test_what_is_kept_is_bounded() -> None:
     records = healthy(4000)
     for step in range(12_000):
         gathering.add(replace(records[step % 4000], step=step, loss=math.nan))
-    (lost, stuck) = gathering.evidence().values()
-    assert (lost.times, len(lost.records), len(stuck.records)) == (12_000, SHOWN, 1)
+    (lost,) = gathering.evidence().values()
+    assert (lost.fact, lost.times, len(lost.records)) == (table.STUCK, 12_000, SHOWN)
     assert gathering.norms == []  # no step is outside the excursion
     for step in range(12_000, 24_000):
         gathering.add(replace(records[step % 4000], step=step, loss=2.0))
