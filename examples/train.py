@@ -130,6 +130,7 @@ def train(out: Path, steps: int, seed: int = 0, resume: bool = False) -> None:
     state |= {"clipper": clipper, "monitor": monitor}  # fastclip
     checkpoint = out / "checkpoint.pt"
     first = load(checkpoint, state) if resume else 0
+    told: set[tuple[str, str]] = set()
 
     with monitor:  # fastclip: whatever happens inside, nothing that was measured is lost
         for step in range(first, steps):
@@ -145,17 +146,22 @@ def train(out: Path, steps: int, seed: int = 0, resume: bool = False) -> None:
             events = monitor.observe(  # fastclip
                 step=step, loss=loss, val_loss=val_loss, stats=stats, lr=lr, batch=step
             )
-            tell(events)
+            told = tell(events, told)
             if val_loss is not None:
                 print(f"step {done}: loss {loss.item():.3f}, validation {val_loss:.3f}")
             if done % EVERY == 0 or done == steps:
                 save(checkpoint, done, state)
-    tell(monitor.flush())  # of the last two steps, where numbers come from a device
+    tell(monitor.flush(), told)  # of the last two steps, where numbers come from a device
 
 
-def tell(events: Iterable[Event]) -> None:
+def tell(events: Iterable[Event], told: set[tuple[str, str]]) -> set[tuple[str, str]]:
+    """Print events, of an alarm that lasts the first; returns what the next call is told."""
+    now = set()
     for event in events:
-        print(f"step {event.step}: {event.level}: {event.message}")
+        now.add((event.kind, event.metric))
+        if (event.kind, event.metric) not in told:
+            print(f"step {event.step}: {event.level}: {event.message}")
+    return now
 
 
 def save(path: Path, step: int, state: dict[str, Any]) -> None:

@@ -13,8 +13,9 @@ from typing import Any
 import pytest
 import torch
 
+from examples.train import tell
 from fastclip.cli import main
-from fastclip.monitor import JSONL
+from fastclip.monitor import JSONL, ClipRate, Event, Monitor
 from fastclip.testing.compare import bitwise_equal
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -110,6 +111,19 @@ def test_the_commands_take_its_log(whole: Path, capsys: pytest.CaptureFixture[st
     told = json.loads(capsys.readouterr().out)
     assert told == {"report": str(page), "records": STEPS, "events": 0}
     assert "blocks.0.qkv.weight" in page.read_text(encoding="utf-8")
+
+
+def test_an_alarm_that_lasts_is_printed_once(capsys: pytest.CaptureFixture[str]) -> None:
+    told: set[tuple[str, str]] = set()
+    monitor = Monitor([ClipRate()])
+    for step in range(300):
+        told = tell(monitor.observe(step=step, clipped=not 150 <= step < 250), told)
+    printed = [line.split(":")[0] for line in capsys.readouterr().out.splitlines()]
+    assert printed == ["step 99"]
+    for step in range(300, 310):
+        told = tell([Event(step, "nonfinite", "warn", "loss", 0.0)] if step % 5 else [], told)
+    printed = [line.split(":")[0] for line in capsys.readouterr().out.splitlines()]
+    assert printed == ["step 301", "step 306"]
 
 
 REFUSED = {

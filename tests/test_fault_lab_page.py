@@ -30,6 +30,14 @@ def test_the_page_has_the_table_of_the_csv() -> None:
     assert "(fault-lab.svg)" in page
 
 
+def test_the_readme_has_the_range_of_the_csv() -> None:
+    faulty = [one for one in read(RESULTS) if one.fault in {fault.name for fault in FAULTS}]
+    assert len(faulty) == 7 * 10
+    over = [100 * (one.final / one.clean - 1) for one in faulty]
+    readme = (ROOT / "README.md").read_text(encoding="utf-8").replace("\n", " ")
+    assert f"a final loss {-min(over):.2f} % under to {max(over):.2f} % over that of" in readme
+
+
 def test_the_committed_picture_is_that_of_the_csvs(tmp_path: Path) -> None:
     pytest.importorskip("matplotlib", reason="matplotlib, of the extra bench, is not installed")
     assert fault_lab_plot.main(["--out", str(tmp_path / "again.svg")]) == 0

@@ -22,7 +22,9 @@ def calibration_section(made: Page, runs: Sequence[Run]) -> str:
     if drawn:
         told = " ".join(_points(name, curve, len(drawn) > 1) for name, _, curve in drawn)
         title = "Clip rate against threshold"
-        note = "of all norms in the log; calibrate with a healthy run"
+        note = (
+            "of the norms in the log, what was rolled back left out; calibrate with a healthy run"
+        )
         parts.append(block(made, "calibration", title, note, calibration(drawn), told))
     return "\n".join([*parts, f'<div class="card">{"".join(words)}</div></section>'])
 

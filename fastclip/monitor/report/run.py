@@ -59,7 +59,8 @@ class Run:
         self.levels: Counter[Level] = Counter()
         self.worst = {"loss": Extreme(), "grad_norm": Extreme()}
         self.final_loss: float | None = None
-        self.norms = array("d")
+        self.norms = array("d")  # of what was not rolled back
+        self._norm_steps = array("q")  # and the step of each
         self.clipped = self.clipped_known = 0
         self.grid = Grid()
         self.episodes: list[Episode] = []
@@ -83,8 +84,7 @@ class Run:
                 self._draw(name, step, attempt, value)
         if record.loss is not None:
             self.final_loss = record.loss
-        if record.grad_norm is not None:
-            self.norms.append(record.grad_norm)
+        self._take_norm(step, record.grad_norm)
         if record.clipped is not None:
             self._rate(step, attempt, record.clipped)
         if record.skipped:
@@ -115,6 +115,15 @@ class Run:
         numbered = list(enumerate(self.episodes, 1))
         numbered.sort(key=lambda one: -LEVELS.index(one[1].incident.level))
         return sorted(numbered[:limit], key=lambda one: one[0])
+
+    def _take_norm(self, step: int, norm: float | None) -> None:
+        """A step that comes again takes the place of what came from there on."""
+        while self._norm_steps and self._norm_steps[-1] >= step:
+            self._norm_steps.pop()
+            self.norms.pop()
+        if norm is not None:
+            self._norm_steps.append(step)
+            self.norms.append(norm)
 
     def _begin(self, attempt: int, step: int) -> None:
         self.attempts.add(attempt)

@@ -37,6 +37,13 @@ def test_what_happens_again_after_a_rollback_is_an_incident_of_its_own() -> None
     assert [(one.first, one.last, one.attempt) for one in found] == [(200, 200, 0), (200, 200, 1)]
 
 
+def test_norms_of_what_was_rolled_back_are_left_out() -> None:
+    records = healthy(300)
+    run = read([replace(r, grad_norm=1e6) for r in records[:250]] + records[100:])
+    expected = [1e6] * 100 + [record.grad_norm for record in records[100:]]
+    assert list(run.norms) == expected
+
+
 def test_evidence_is_the_first_events_and_the_worst() -> None:
     rising = (range(500, 700), "loss", lambda loss: loss + 10)
     records = changed(healthy(900), rising, ([650], "loss", 99.0))
