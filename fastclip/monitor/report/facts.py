@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 
+from fastclip.monitor.incidents import of_clip_rates
 from fastclip.monitor.records import LEVELS
 from fastclip.monitor.report.run import Extreme, Run
 from fastclip.monitor.report.text import clean, count, escape, listed, number, share
@@ -21,11 +22,14 @@ def _verdict(run: Run, several: bool) -> str:
         return f'<p class="verdict">{whose}No events: every detector stayed silent.</p>'
     levels = [episode.incident.level for episode in run.episodes]
     highest = max(levels, key=LEVELS.index)
-    first = run.episodes[levels.index(highest)]
+    gravest = [one for one in run.episodes if one.incident.level == highest]
+    others = [one for one in gravest if not of_clip_rates(one.incident)] or gravest
+    first = others[0]
     number_of = f"{count(len(levels), 'incident')}, {levels.count(highest):,} of them {highest}"
     if levels.count(highest) == len(levels):
         number_of = count(len(levels), f"{highest} incident" if highest != "warn" else "warning")
-    which = "It began" if len(levels) == 1 else f"The first {_called(highest)} began"
+    beside = " beside the clip rate" if len(others) < len(gravest) else ""
+    which = f"The first {_called(highest)}{beside} began" if len(levels) > 1 else "It began"
     return (
         f'<p class="verdict {highest}">{whose}<b>{number_of}.</b> {which} at step {first.onset} '
         f"({escape(first.incident.onset_metric)}): {escape(first.incident.message)}.</p>"

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from fastclip.monitor.bands import CALM
 from fastclip.monitor.monitor import Monitor
 from fastclip.monitor.records import LEVELS, Event, Level, StepRecord
-from fastclip.monitor.report.evidence import Episode, append, of_one, regrouped
+from fastclip.monitor.report.evidence import Episode, Episodes, of_one
 from fastclip.monitor.report.grid import Grid
 from fastclip.monitor.report.thinning import Thinned
 
@@ -62,7 +62,8 @@ class Run:
         self.norms = array("d")
         self.clipped = self.clipped_known = 0
         self.grid = Grid()
-        self.episodes: list[Episode] = []
+        self.episodes: list[Episode] = []  # when it is finished
+        self._parts = Episodes(CALM)
         self._monitor = Monitor()
         self._recent: deque[bool] = deque(maxlen=RATED)
         self._recently = 0  # how many of them were clipped
@@ -103,7 +104,10 @@ class Run:
         # As many steps as it takes to log the records that end an excursion; `fastclip replay`
         # has the same incidents.
         gap = CALM * max(1.0, (self.last - self.first) / self.records)
-        self.episodes = regrouped(self.episodes, gap)
+        merged = Episodes(gap)
+        for part in self._parts.found:
+            merged.add(part)
+        self.episodes = merged.found
 
     def abandoned(self, step: int, attempt: int) -> bool:
         """Whether a later attempt went back to this step or to one before it."""
@@ -149,7 +153,7 @@ class Run:
         for event in events:
             self.events += 1
             self.levels[event.level] += 1
-            append(self.episodes, of_one(event, attempt, record.batch), CALM)
+            self._parts.add(of_one(event, attempt, record.batch))
             key = CHARTS.get(event.metric, event.metric), event.level
             kinds.setdefault(key, []).append(event.kind)
         for (chart, level), found in kinds.items():

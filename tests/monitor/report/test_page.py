@@ -19,6 +19,7 @@ from tests.monitor.making import changed, healthy, incident_log, mixtral, times
 from tests.monitor.report.logs import (
     HOSTILE,
     NAMES,
+    always_clipped,
     baseline,
     eventful,
     figures,
@@ -91,6 +92,20 @@ def test_a_calm_run() -> None:
     assert "Incidents" not in text
     assert "Attempts" not in text
     assert "No threshold to suggest: a clip rate of 0.01 needs at least 1000 gradient norms" in text
+
+
+def test_the_banner_names_another_incident_than_the_clip_rate() -> None:
+    records = always_clipped()
+    text = plain(document(read(records)))
+    assert "3 incidents, 1 of them critical. The first critical one began at step 320" in text
+    assert "100 % of the last 100 steps were clipped" in text
+    assert (
+        "2 warnings. The first warning beside the clip rate began at step 250 (loss): loss"
+        in plain(document(read(records[:320])))
+    )
+    assert "1 warning. It began at step 99 (clipped): 100 % of" in plain(
+        document(read(records[:250]))
+    )
 
 
 def test_sections_without_data_are_left_out() -> None:
