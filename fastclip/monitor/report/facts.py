@@ -72,7 +72,10 @@ def _facts(run: Run) -> list[tuple[str, tuple[str, str]]]:
         found.append(("Steps clipped", (rate, f"of {count(run.clipped_known, 'step')}")))
     if run.grid.rows:
         faulty = run.grid.faulty()
-        found.append(("Layers not finite", (f"{len(faulty):,}", escape(listed(faulty, 2)))))
+        notes = [listed(faulty, 2)] if faulty else []
+        if run.unlocated:
+            notes.append(f"not known for {count(run.unlocated, 'record')} with such elements")
+        found.append(("Layers not finite", (f"{len(faulty):,}", escape("; ".join(notes)))))
     skipped = share(run.skipped, run.records) if run.skipped else ""
     found.append(("Steps skipped", (f"{run.skipped:,}", skipped)))
     levels = [f"{run.levels[level]:,} {level}" for level in LEVELS[::-1] if run.levels[level]]
@@ -84,7 +87,8 @@ def _facts(run: Run) -> list[tuple[str, tuple[str, str]]]:
 
 
 def _went_back(times: int) -> str:
-    return f"went back to earlier steps {count(times, 'time')}" if times else ""
+    told = f"a step was not after the one before {count(times, 'time')}: a resume or a rollback"
+    return told if times else ""
 
 
 def _extreme(extreme: Extreme) -> tuple[str, str]:

@@ -10,7 +10,7 @@ from fastclip.monitor.bands import CALM
 from fastclip.monitor.monitor import Monitor
 from fastclip.monitor.records import LEVELS, Event, Level, StepRecord
 from fastclip.monitor.report.evidence import Episode, Episodes, of_one
-from fastclip.monitor.report.grid import Grid
+from fastclip.monitor.report.grid import Grid, at_fault
 from fastclip.monitor.report.thinning import Thinned
 
 # Fields of a record that are drawn as they are.
@@ -62,6 +62,7 @@ class Run:
         self.norms = array("d")
         self.clipped = self.clipped_known = 0
         self.grid = Grid()
+        self.unlocated = 0  # records with elements that are not finite, and no row that says where
         self.episodes: list[Episode] = []  # when it is finished
         self._parts = Episodes(CALM)
         self._monitor = Monitor()
@@ -93,12 +94,17 @@ class Run:
             self.updates_left_out.add(step, attempt, 0.0)
         if record.layers:
             self.grid.add(step, attempt, record.layers)
+        if record.nonfinite_count and not any(map(at_fault, record.layers or ())):
+            self.unlocated += 1
         if events:
             self._note(record, attempt, events)
 
     def amend(self, amendment: StepRecord) -> None:
         """Take in the layers that were added to a record later."""
-        self.grid.add(amendment.step, amendment.attempt, amendment.layers or ())
+        layers = amendment.layers or ()
+        self.grid.add(amendment.step, amendment.attempt, layers)
+        if self.unlocated and any(map(at_fault, layers)):
+            self.unlocated -= 1  # counted when its record was added: that had no rows
 
     def finish(self) -> None:
         # As many steps as it takes to log the records that end an excursion; `fastclip replay`
