@@ -87,8 +87,8 @@ def _facts(run: Run) -> list[tuple[str, tuple[str, str]]]:
 
 
 def _went_back(times: int) -> str:
-    told = f"a step was not after the one before {count(times, 'time')}: a resume or a rollback"
-    return told if times else ""
+    told = "a step was not after the one before: a resume or a rollback"
+    return f"{count(times, 'time')} {told}" if times else ""
 
 
 def _extreme(extreme: Extreme) -> tuple[str, str]:

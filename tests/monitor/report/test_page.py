@@ -69,7 +69,7 @@ def test_the_text_has_the_main_numbers() -> None:
     for expected in (
         "run.jsonl",
         f"Records {len(eventful()):,} steps 0 to 1999",
-        "Attempts 3 a step was not after the one before 2 times: a resume or a rollback",
+        "Attempts 3 2 times a step was not after the one before: a resume or a rollback",
         "Worst loss 7.6969 at step 150; not finite in 3 records, first at step 500",
         "Largest gradient norm 2.27386 at step 920; not finite in 1 record, first at step 502",
         f"Layers not finite 4 {NAMES[30]}, {NAMES[31]} and 2 more",
@@ -149,7 +149,7 @@ def test_two_runs_beside_each_other() -> None:
     assert "one.jsonl beside two.jsonl" in text
     assert "two.jsonl : No events" in text or "two.jsonl: No events" in text
     assert (
-        "Attempts 3 a step was not after the one before 2 times: a resume or a rollback 1" in text
+        "Attempts 3 2 times a step was not after the one before: a resume or a rollback 1" in text
     )
     assert {"layers-norms-1", "layers-norms-2", "layers-nonfinite-1"} <= set(figures(made))
     assert {trace["name"] for trace in figures(made)["chart-lr"]["data"]} == {
