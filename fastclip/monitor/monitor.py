@@ -229,7 +229,8 @@ class Monitor:
         record = self._carriers.counted(record, row.layers, row.measured)
         events, states = self._judged(record)
         amended: list[StepRecord] = []
-        if events and (carrying := self._carriers.of_event(record, row.layers)) is not None:
+        carrying = self._carriers.of_events(record, row.layers, events) if events else None
+        if carrying is not None:
             amended = self._carriers.amended()
             if carrying is not record:  # as a replay of the log will judge it
                 record = carrying

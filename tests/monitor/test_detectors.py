@@ -228,7 +228,7 @@ MESSAGES: dict[str, tuple[Detector, list[StepRecord]]] = {
         LossScaleDrop(2, 9),
         scales(8, 4, 2),
     ),
-    "0.75 of the last 4 steps were clipped": (
+    "75 % of the last 4 steps were clipped": (
         ClipRate(window=4),
         [StepRecord(i, clipped=i > 0) for i in range(4)],
     ),

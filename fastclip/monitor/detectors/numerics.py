@@ -116,7 +116,7 @@ class ClipRate:
         window, total = self._recent.take(state)
         window = self._recent.push(window, total, float(record.clipped))
         if total.count == self.window and (rate := total.mean()) > self.over:
-            message = f"{rate:.3g} of the last {self.window} steps were clipped"
+            message = f"{100 * rate:.3g} % of the last {self.window} steps were clipped"
             events.append(
                 Event(record.step, self.kind, "warn", self.metric, rate, self.over, message=message)
             )
