@@ -81,5 +81,6 @@ def _load(name: str, part: Stateful, state: dict[str, Any]) -> None:
         part.load_state_dict(state)
     except Exception as error:
         raise RuntimeError(
-            f"the checkpoint has a state of {name!r} that state[{name!r}] cannot load: {error}"
+            f"the checkpoint has a state of {name!r} that state[{name!r}] cannot load: "
+            f"{type(error).__name__}: {error}"
         ) from error

@@ -38,7 +38,7 @@ def test_every_block_runs(
     assert shown == {}
     logged = [each.message for each in caplog.records if each.name == "fastclip"]
     assert [text for text in logged if text.startswith("rolling back")] == LOGGED
-    assert [names["policy"].ranks(event(step)) for step in (150, 151)] == [[1], None]
+    assert [names["policy"].ranks(event(160, onset)) for onset in (150, 151)] == [[1], None]
 
 
 def test_the_table_of_the_policy() -> None:
