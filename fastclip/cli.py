@@ -63,6 +63,15 @@ ARGUMENTS: dict[str, list[tuple[str, dict[str, Any]]]] = {
                 "help": "the share of steps to clip (default: %(default)s)",
             },
         ),
+        (
+            "--from",
+            {
+                "type": int,
+                "dest": "start",
+                "metavar": "STEP",
+                "help": "leave out the steps before it: the warm-up",
+            },
+        ),
     ],
     "diagnose": [
         LOG,

@@ -39,7 +39,7 @@ def suggest_max_norm(norms: Iterable[float | None], clip_rate: float = 0.01) -> 
     """
     require("clip_rate", clip_rate, "a share over 0 and under 1", lambda x: 0 < x < 1)
     kept = _usable(norms)
-    needed = math.ceil(min(FEWEST_CLIPPED / clip_rate, 1e18))  # no run is longer than that
+    needed = _needed(clip_rate)
     if len(kept) < needed:
         raise ValueError(
             f"a clip rate of {clip_rate:g} needs at least {needed} gradient norms, got {len(kept)}"
@@ -49,6 +49,20 @@ def suggest_max_norm(norms: Iterable[float | None], clip_rate: float = 0.01) -> 
     drift = _drift(kept)
     reached = _share_above(ordered, max_norm)
     return Calibration(max_norm, reached, len(kept), drift, _warnings(max_norm, drift))
+
+
+def _needed(clip_rate: float) -> int:
+    return math.ceil(min(FEWEST_CLIPPED / clip_rate, 1e18))  # no run is longer than that
+
+
+def lowest_clip_rate(norms: Iterable[float | None]) -> float | None:
+    """The lowest clip rate of one significant digit that so many norms can tell, if any is."""
+    count = len(_usable(norms))
+    if count <= FEWEST_CLIPPED:
+        return None
+    exponent = math.floor(math.log10(FEWEST_CLIPPED / count))
+    rates = (float(f"{digit}e{exponent}") for digit in range(1, 10))
+    return next((rate for rate in rates if _needed(rate) <= count), None)
 
 
 def _threshold(ordered: Sequence[float], clip_rate: float) -> float:

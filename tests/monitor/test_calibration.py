@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from fastclip.monitor import suggest_max_norm
-from fastclip.monitor.calibration import clip_rates
+from fastclip.monitor.calibration import clip_rates, lowest_clip_rate
 
 
 def spread(count: int, seed: int = 0) -> list[float]:
@@ -101,6 +101,17 @@ def test_refuses(count: int, rate: Any, error: type[Exception], text: str) -> No
 def test_just_enough() -> None:
     assert suggest_max_norm(spread(1000)).samples == 1000
     assert suggest_max_norm(spread(34), 0.3).samples == 34
+
+
+@pytest.mark.parametrize(
+    ("count", "rate"),
+    [(10, None), (11, None), (12, 0.9), (30, 0.4), (100, 0.1), (499, 0.03), (5000, 0.002)],
+)
+def test_the_lowest_rate_that_so_many_norms_can_tell(count: int, rate: float | None) -> None:
+    norms = spread(count)
+    assert lowest_clip_rate([None, *norms, math.nan]) == rate
+    if rate is not None:
+        assert suggest_max_norm(norms, rate).samples == count
 
 
 def test_the_curve() -> None:

@@ -200,6 +200,20 @@ def test_calibrate_is_suggest_max_norm(log: str, capsys: Capture) -> None:
     assert answer(capsys, "calibrate", "--clip-rate", "0.2", log) == {**expected, "warnings": []}
 
 
+def test_calibrate_without_warm_up_and_what_was_rolled_back(
+    tmp_path: Path, capsys: Capture
+) -> None:
+    """Norms are 1 to 300, but for a warm-up of 50 steps and for 100 that were run again."""
+    first = [StepRecord(i, grad_norm=1e3 if i < 50 or i >= 200 else float(i)) for i in range(300)]
+    again = [StepRecord(i, grad_norm=float(i)) for i in range(200, 301)]
+    path = saved(tmp_path / "run.jsonl", first + again)
+    expected = suggest_max_norm([float(i) for i in range(50, 301)], 0.1)._asdict()
+    found = answer(capsys, "calibrate", path, "--clip-rate", "0.1", "--from", "50")
+    assert found == {**expected, "warnings": list(expected["warnings"])}
+    assert (found["samples"], found["max_norm"]) == (251, 275.0)
+    assert answer(capsys, "calibrate", path, "--clip-rate", "0.1")["samples"] == 301
+
+
 def test_calibrate_text(tmp_path: Path, capsys: Capture) -> None:
     records = [StepRecord(i, grad_norm=float(i)) for i in range(1, 101)]
     path = saved(tmp_path / "run.jsonl", records)
@@ -234,7 +248,10 @@ WRONG = {
     "calibrate {log} --clip-rate nan": "clip_rate must be a share over 0 and under 1, got nan",
     "calibrate {log} --clip-rate x": "argument --clip-rate: invalid float value: 'x'",
     "calibrate {log} --clip-rate": "argument --clip-rate: expected one argument",
-    "calibrate {short}": "a clip rate of 0.01 needs at least 1000 gradient norms, got 30",
+    "calibrate {short}": "a clip rate of 0.01 needs at least 1000 gradient norms, got 30: "
+    "take --clip-rate 0.4 or more",
+    "calibrate {short} --from 30": "a clip rate of 0.01 needs at least 1000 gradient norms, got 0",
+    "calibrate {log} --from x": "argument --from: invalid int value: 'x'",
 }
 
 

@@ -58,16 +58,25 @@ def _records(log: Log) -> Iterable[StepRecord]:
 def _decided(
     found: Gathering, norms: list[float], source: str, comparison: tuple[Compared, ...]
 ) -> Diagnosis:
-    evidence = found.evidence()
-    symptom = next(row for row in table.SYMPTOMS if not row.facts or evidence.keys() & row.facts)
-    boundary = _boundary(symptom.name, evidence)
-    # In the order of the log, so the first of them is the first record that shows the symptom.
-    shown = [one for fact, one in evidence.items() if fact in symptom.facts]
+    newest, past = found.evidence(), found.abandoned()
+    every = past | newest
+    symptom = _symptom(every)
+    boundary = _boundary(symptom.name, every)
+    shown = _shown(symptom, newest) or _shown(symptom, past)
     first = shown[0] if shown else None
-    facts = {*evidence, *_of_the_whole(evidence, shown, norms)}
-    advice = [row for row in table.ADVICE if _holds(row, symptom.name, boundary.name, facts)]
-    places = _counted(found) | _threshold(norms, source) | _placed(evidence, shown, boundary)
-    gaps = [table.GAPS[name] for name in _gaps(found, evidence, boundary.name)]
+    # What was rolled back is advised on only where the rest asks for nothing.
+    now, evidence = _symptom(newest), newest
+    if now.name in ("none", "isolated"):
+        now, evidence = symptom, every
+    about = _boundary(now.name, evidence)
+    causes = _shown(now, newest) or _shown(now, past)
+    facts = {*evidence, *_of_the_whole(found, evidence, causes, norms)}
+    if now is not symptom:
+        facts.add(table.PAST_AND_NOW)
+    advice = [row for row in table.ADVICE if _holds(row, now.name, about.name, facts)]
+    places = _counted(found) | _threshold(norms, source) | _placed(evidence, causes, about)
+    places |= {"symptom": symptom.name, "now": now.name}
+    gaps = [table.GAPS[name] for name in _gaps(found, every, boundary.name)]
     return Diagnosis(
         symptom.name,
         boundary.name,
@@ -78,10 +87,19 @@ def _decided(
         ),
         first and first.onset,
         first and first.onset_metric,
-        tuple(evidence[fact] for fact in table.FACTS if fact in evidence),
+        tuple(of[fact] for fact in table.FACTS for of in (past, newest) if fact in of),
         tuple(gap.what.format_map(places) for gap in gaps),
         comparison,
     )
+
+
+def _symptom(facts: Mapping[str, Evidence]) -> table.Symptom:
+    return next(row for row in table.SYMPTOMS if not row.facts or facts.keys() & row.facts)
+
+
+def _shown(symptom: table.Symptom, facts: Mapping[str, Evidence]) -> list[Evidence]:
+    """In the order of the log, so the first of them is the first record that shows the symptom."""
+    return [one for fact, one in facts.items() if fact in symptom.facts]
 
 
 def _boundary(symptom: str, facts: Mapping[str, Evidence]) -> table.Boundary:
@@ -108,12 +126,19 @@ def _recording(wanted: Sequence[str]) -> Iterator[str]:
 
 
 def _of_the_whole(
-    evidence: Mapping[str, Evidence], shown: Sequence[Evidence], norms: Sequence[float]
+    found: Gathering,
+    evidence: Mapping[str, Evidence],
+    shown: Sequence[Evidence],
+    norms: Sequence[float],
 ) -> Iterator[str]:
     """The facts of the log as a whole."""
     yield table.CALIBRATED if len(norms) >= FEWEST_NORMS else table.UNCALIBRATED
     if shown and all(one.abandoned for one in shown):
         yield table.PAST
+    lost = evidence.get(table.LOSS_NONFINITE)
+    stuck = table.STUCK in evidence
+    if lost and not stuck and lost.records[0].metric == "loss" and found.finite_before(lost.first):
+        yield table.PASSED
     if evidence.keys().isdisjoint(table.BACK.values()):
         if shown:
             yield table.SLOW if shown[0].fact == table.DRIFT else table.ABRUPT
@@ -146,6 +171,8 @@ def _placed(
             # The gradient left before the loss, and with the loss came the alarm.
             "step": first.records[first.fact == table.GRADIENT_FIRST].step,
             "batch": _batch((at_boundary or shown)[0]),
+            "batches": _batches((at_boundary or shown)[0]),
+            "span": _span(first),
             "lr": "not in the log" if first.lr is None else f"{first.lr:.6g}",
             "best": f"{first.records[0].baseline or 0:.4g}",
             "attempt": max(one.attempt for one in shown),
@@ -174,6 +201,23 @@ def _batch(evidence: Evidence) -> str:
     if evidence.batch is None:
         return f"the batch of step {evidence.first}"
     return f"batch {evidence.batch!r:.60} (step {evidence.first})"
+
+
+def _batches(evidence: Evidence) -> str:
+    """That of the first record, and how many more records there are."""
+    more = evidence.times - 1
+    rest = f" and {more} more up to step {evidence.last}" if more else ""
+    return _batch(evidence) + rest
+
+
+def _span(evidence: Evidence) -> str:
+    """What a rollback leaves out: the batches from the step before the onset to the alarm."""
+    first = max(0, evidence.onset - 1)
+    last = evidence.records[evidence.fact == table.GRADIENT_FIRST].step
+    if evidence.batches is None:
+        return f"the batches of steps {first} to {last}"
+    names = " to ".join(f"{batch!r:.60}" for batch in evidence.batches)
+    return f"batches {names} (steps {first} to {last})"
 
 
 def _gaps(found: Gathering, evidence: Mapping[str, Evidence], boundary: str) -> Iterator[str]:

@@ -3,6 +3,7 @@
 from collections import Counter, deque
 from dataclasses import dataclass, field
 from math import inf, isfinite
+from typing import Any
 
 from fastclip.monitor.bands import CALM
 from fastclip.monitor.detectors import default_detectors
@@ -12,6 +13,7 @@ from fastclip.monitor.monitor import Monitor
 from fastclip.monitor.records import Event, StepRecord
 
 SHOWN = 3  # records a fact keeps
+RECENT = 200  # batches remembered: an excursion is rarely older when an alarm tells of it
 NORMS = 10_000  # the last norms inside their band that a threshold is made of
 LOSSES = ("loss", "val_loss")
 COUNTED = ("grad_norm", "loss_scale")
@@ -38,8 +40,9 @@ class _Found:
     count: int = 0
     last: int = 0
     attempt: int = 0
-    kept: int | None = None  # the first step that shows it and was not run again
     seen: list[Seen] = field(default_factory=list)
+    told: tuple[int, int] | None = None  # step and attempt of the last event
+    batches: tuple[Any, Any] | None = None  # of the step before the onset, and of the alarm
 
 
 class Gathering:
@@ -50,15 +53,18 @@ class Gathering:
     skipped. `losses`: the most finite ones in one attempt. `outside`: how many losses each visit
     outside the band took. `scale`: the lowest that LossScaleDrop told. `norms`: the last of those
     that are outside all excursions, before the first GRADIENT_FIRST.
+    What was rolled back is kept apart: `evidence` is of what counts, `abandoned` of the rest.
     """
 
     def __init__(self) -> None:
         self._monitor = Monitor([*default_detectors(), excursions.Excursions()])
         self._found: dict[str, _Found] = {}  # in the order in which they were
+        self._abandoned: dict[str, _Found] = {}  # of the last attempt that was rolled back with it
         self._open: _Found | None = None  # the loss is outside its band
         self._stuck: _Found | None = None  # the loss is not finite
-        self._norms: deque[float] = deque(maxlen=NORMS)
-        self._calibrating = True
+        self._norms: deque[tuple[int, float]] = deque(maxlen=NORMS)
+        self._batches: deque[tuple[int, Any]] = deque(maxlen=RECENT)
+        self._finite: int | None = None  # the first step with a finite loss
         self._calm = 0  # finite losses since the last event of Sustained or Drift
         self.counts: Counter[str] = Counter()
         self.losses = self._losses = 0
@@ -71,7 +77,7 @@ class Gathering:
 
     @property
     def norms(self) -> list[float]:
-        return list(self._norms)
+        return [norm for _, norm in self._norms]
 
     def add(self, record: StepRecord) -> None:
         before = self.attempt
@@ -79,10 +85,13 @@ class Gathering:
         if self.attempt != before:
             self._go_back(record.step)
         self._count(record)
+        self._batches.append((record.step, record.batch))
         loss = record.loss
         if loss is not None and isfinite(loss):
             self._stuck = None
             self._calm += 1
+            if self._finite is None:
+                self._finite = record.step
         for event in events:
             for fact in self._facts(event, record):
                 self._keep(fact, event, record)
@@ -90,34 +99,46 @@ class Gathering:
             if lasting is not None and loss is not None:
                 lasting.count += 1
                 lasting.last = record.step
-        if self._calibrating and record.grad_norm is not None:
+        if table.GRADIENT_FIRST not in self._found and record.grad_norm is not None:
             calm = not any(event.kind == excursions.EXCURSION for event in events)
             if calm and not record.skipped:
-                self._norms.append(record.grad_norm)
+                self._norms.append((record.step, record.grad_norm))
 
     def evidence(self) -> dict[str, Evidence]:
-        """By fact, in the order in which they were first seen."""
+        """By fact, in the order in which they were first seen; nothing that was rolled back."""
         found = {self._settled(fact, one): one for fact, one in self._found.items()}
         if self._stuck is not None:
             found.setdefault(table.STUCK, self._stuck)
         elif self._open is not None:
             found[table.OPEN] = self._open
-        return {fact: _evidence(fact, one) for fact, one in found.items()}
+        return {fact: _evidence(fact, one, abandoned=False) for fact, one in found.items()}
+
+    def abandoned(self) -> dict[str, Evidence]:
+        """The same of facts all of whose records were rolled back, each of the last attempt that
+        showed it."""
+        return {fact: _evidence(fact, one, abandoned=True) for fact, one in self._abandoned.items()}
+
+    def finite_before(self, step: int) -> bool:
+        """Whether there was a finite loss before `step`."""
+        return self._finite is not None and self._finite < step
 
     def _settled(self, fact: str, found: _Found) -> str:
-        """The fact as it stands where the log ends; a rise that was rolled back stays one."""
+        """The fact as it stands where the log ends."""
         if fact == table.LOSS_NONFINITE and self._stuck and found.count == self._stuck.count:
             return table.STUCK  # the same records
-        if found.kept is not None and self._calm >= CALM and self._open is None:
+        if self._calm >= CALM and self._open is None:
             return table.BACK.get(fact, fact)
         return fact
 
     def _go_back(self, step: int) -> None:
         """A new attempt begins at `step`: what came from there on was for nothing."""
         self._losses, self._calm, self._open, self._stuck = 0, 0, None, None
-        for found in self._found.values():
-            if found.kept is not None and found.kept >= step:
-                found.kept = None
+        for fact, found in [*self._found.items()]:
+            if found.event.step >= step:
+                self._abandoned[fact] = self._found.pop(fact)
+        for kept in (self._norms, self._batches):
+            while kept and kept[-1][0] >= step:
+                kept.pop()
 
     def _count(self, record: StepRecord) -> None:
         counts = self.counts
@@ -146,8 +167,6 @@ class Gathering:
             self._open = None
         elif kind == excursions.OUTSIDE:
             self.outside[int(event.value)] += 1
-        elif kind == excursions.GRADIENT_FIRST:
-            self._calibrating = False
         elif kind == "loss_scale_drop":
             self.scale = min(self.scale, event.value)
         elif kind in ("sustained", "drift"):
@@ -170,22 +189,31 @@ class Gathering:
 
     def _lasting(self, event: Event, record: StepRecord) -> _Found:
         seen = [_seen(event, self.attempt)]
-        return _Found(event, record, event.message, 0, 0, self.attempt, event.step, seen)
+        return _Found(event, record, event.message, attempt=self.attempt, seen=seen)
 
     def _keep(self, fact: str, event: Event, record: StepRecord) -> None:
         found = self._found.get(fact)
         if found is None:
             message = event.message + _layer_at_fault(record, fact)
             found = self._found[fact] = _Found(event, record, message)
+            found.batches = self._suspects(event)
         # One record gives two events where a norm is not finite and elements are counted, and
         # GRADIENT_FIRST has one for the gradient and one for the loss.
-        again = found.seen and (event.step, self.attempt) == (found.last, found.attempt)
+        again = found.told == (event.step, self.attempt)
         half = fact == table.GRADIENT_FIRST and event.metric != "loss"
         found.count += not (again or half)
-        found.last, found.attempt = event.step, self.attempt
-        found.kept = event.step if found.kept is None else found.kept
+        found.told = event.step, self.attempt
+        found.last, found.attempt = max(found.last, event.step), self.attempt
         if len(found.seen) < SHOWN and not again:
             found.seen.append(_seen(event, self.attempt))
+
+    def _suspects(self, event: Event) -> tuple[Any, Any] | None:
+        """The batches that a rollback for `event` leaves out: the first and the last of them."""
+        first = max(0, (event.step if event.onset is None else event.onset) - 1)
+        if self._batches[0][0] > first and len(self._batches) == RECENT:
+            return None  # forgotten
+        found = [batch for step, batch in self._batches if first <= step <= event.step]
+        return (found[0], found[-1]) if found and None not in (found[0], found[-1]) else None
 
 
 def _seen(event: Event, attempt: int) -> Seen:
@@ -200,12 +228,11 @@ def _layer_at_fault(record: StepRecord, fact: str) -> str:
     return ""
 
 
-def _evidence(fact: str, found: _Found) -> Evidence:
+def _evidence(fact: str, found: _Found, abandoned: bool) -> Evidence:
     event = found.event
     onset = event.step if event.onset is None else event.onset
     return Evidence(
         *(fact, found.count, event.step, found.last, found.attempt),
         *(onset, event.onset_metric or event.metric, found.record.batch, found.record.lr),
-        found.kept is None,
-        *(tuple(found.seen), found.message),
+        *(abandoned, tuple(found.seen), found.message, found.batches),
     )

@@ -21,8 +21,9 @@ class Evidence(NamedTuple):
 
     `times`: how many do, from step `first` to step `last`; `attempt` is the newest among them.
     `onset` and `onset_metric` belong to the first, `batch` and `lr` are of the record that told it.
-    `abandoned`: all of it was in steps that were run again after a rollback. `records`: the first
-    few. `message`: what was said of the first.
+    `abandoned`: all of it was in steps that were run again after a rollback; then it is of the last
+    attempt of which that is so. `records`: the first few. `message`: what was said of the first.
+    `batches`: that of the step before the onset and that of the first alarm, if the log has them.
     """
 
     fact: str
@@ -37,6 +38,7 @@ class Evidence(NamedTuple):
     abandoned: bool
     records: tuple[Seen, ...]
     message: str
+    batches: tuple[Any, Any] | None = None
 
 
 class Compared(NamedTuple):
@@ -54,8 +56,9 @@ class Diagnosis(NamedTuple):
     A `symptom`: "none", "isolated", "sustained", "gradient" or "nonfinite"; B `boundary`: "none",
     "forward", "backward", "update" or "loss_scale"; C `interventions`; D `checks`: how to see that
     they worked, and what to record where the log could not tell. `onset` and `onset_metric` are of
-    the first record that shows the symptom. `evidence`: every fact of the decision table that the
-    log shows; `unjudged`: what it cannot show; `comparison`: with a baseline.
+    the first record that shows the symptom, of those that were not rolled back if there are such.
+    `evidence`: every fact of the decision table that the log shows, apart from others what was
+    rolled back; `unjudged`: what it cannot show; `comparison`: with a baseline.
     """
 
     symptom: str

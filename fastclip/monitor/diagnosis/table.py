@@ -3,10 +3,11 @@
 Facts are sentences that records bear out. The first row of `SYMPTOMS` and of `BOUNDARIES` that
 holds counts; every row of `ADVICE` that holds does. Texts have places for what `diagnose` fills in:
 {onset}, {target} (the newest checkpoint without the onset), {step} (of the alarm), {batch} (that
-shows the boundary), {lr}, {scale} (the lowest), {attempt}, {newest} (attempt), {best} (what Drift
-compared with),
-{backward} and {backward_batch} (of BACKWARD_NONFINITE), {threshold} and {norms} (what it is made
-of), {losses}, {with_loss}, {with_norm} (how many), {open} (the step of OPEN).
+shows the boundary), {batches} (it, and how many more), {span} (batches from before the onset to the
+alarm), {symptom}, {now} (the symptom that advice is about), {lr}, {scale} (the lowest), {attempt},
+{newest} (attempt), {best} (what Drift compared with), {backward} and {backward_batch} (of
+BACKWARD_NONFINITE), {threshold} and {norms} (what it is made of), {losses}, {with_loss},
+{with_norm} (how many), {open} (the step of OPEN).
 """
 
 from typing import NamedTuple
@@ -34,6 +35,8 @@ OTHER_NONFINITE = "activation_max, param_norm or update_ratio is not finite"
 CLIPPING = "most steps are clipped (ClipRate)"
 # These are of the log as a whole.
 PAST = "all that shows the symptom is of an attempt that was rolled back"
+PAST_AND_NOW = "the same, but what was not rolled back shows a symptom of its own"
+PASSED = "a loss is not finite, and losses before and after are"
 ABRUPT = "the first that shows it is not Drift, and the loss did not come back"
 SLOW = "the first that shows it is Drift, and the loss did not come back"
 AWAY = "the loss left its band and did not come back"
@@ -65,7 +68,7 @@ SYMPTOMS = (
     Symptom(
         "nonfinite",
         (LOSS_NONFINITE, STUCK, GRADIENT_NONFINITE, BACKWARD_NONFINITE, SCALE_FALLS),
-        "Numbers left the range of their format.",
+        "Losses or gradients are NaN or infinite.",
     ),
     Symptom(
         "gradient",
@@ -103,7 +106,8 @@ BOUNDARIES = (
         "forward",
         (LOSS_NONFINITE, STUCK),
         (),
-        "The loss itself is not finite: the forward pass left the range of its format.",
+        "The loss itself is not finite: the forward pass left the range of its format, or what "
+        "came in with the batch or the parameters was not finite.",
     ),
     Boundary(
         "backward",
@@ -143,12 +147,30 @@ ADVICE = (
         "Diagnose again once the newest attempt is 100 steps past step {onset}.",
     ),
     Advice(
+        None,
+        None,
+        (PAST_AND_NOW,),
+        "What shows {symptom} was rolled back, and the newest attempt, {newest}, does not show it "
+        "so far. What follows is about what was not rolled back, whose symptom is {now}.",
+        "Diagnose again in a few hundred steps: {symptom} is still marked as rolled back.",
+    ),
+    Advice(
+        "nonfinite",
+        "forward",
+        (PASSED,),
+        "Look at {batches} first: the losses before and after are finite, so the data is the "
+        'likeliest cause. find_first_nonfinite(model, forward) on it gives where="input" if the '
+        "fault came in with it.",
+        "With that data repaired or left out every loss is finite.",
+    ),
+    Advice(
         "nonfinite",
         "forward",
         None,
         "Run the forward pass in BF16, which has the range of FP32 (torch.autocast(device, "
-        "dtype=torch.bfloat16), no GradScaler); or use selective FP32: torch.autocast(device, "
-        "enabled=False) around the module at fault. find_first_nonfinite(model, forward) names it.",
+        "dtype=torch.bfloat16), no GradScaler), if it runs in fp16: else that does not help. Or "
+        "use selective FP32: torch.autocast(device, enabled=False) around the module at fault. "
+        "find_first_nonfinite(model, forward) names it.",
         "compare_precisions(model, forward) on {batch}: .finite is True for the precision chosen. "
         "If it is False for fp32 too, precision is not the cause: look at the data of that "
         "batch and at the parameters.",
@@ -241,8 +263,7 @@ ADVICE = (
         None,
         (ABRUPT,),
         "Restore the checkpoint before the onset: recovery.restore(before={target}), and leave out "
-        "the batches of steps {target} to {step}; Recovery(directory, state, RollbackPolicy()) "
-        "does both by itself.",
+        "{span}; Recovery(directory, state, RollbackPolicy()) does both by itself.",
         "100 steps past step {onset} without an event, losses as before the onset: then the "
         "restart held. If it diverges at the same step without those batches, they are not the "
         "cause.",
@@ -261,8 +282,8 @@ ADVICE = (
         None,
         tuple(BACK.values()),
         "Watch: the loss came back without a restart, so none is needed for what is past. Keep the "
-        "checkpoint before the onset (step {target}) as long as it may come again, and look at the "
-        "batches up to step {step} and at the learning rate ({lr} at the onset) for its cause.",
+        "checkpoint before the onset (step {target}) as long as it may come again, and look at "
+        "{span} and at the learning rate ({lr} at the onset) for its cause.",
         "Diagnose again in a few hundred steps: the loss is still back. If it rises again, restore "
         "from before that onset and halve the learning rate.",
     ),

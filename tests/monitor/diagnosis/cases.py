@@ -63,6 +63,8 @@ RISE = (AFTER, "loss", times(2))
 LATER = (range(S + 3, 1200), "loss", times(2))
 NORM = ([S], "grad_norm", times(40))
 FOLLOWS = (range(S + 3, S + 9), "loss", times(2))
+LATE = range(S + 250, 1200)
+DRIFT_LATER = (range(S + 250, S + 300), "loss", times(1.25))
 SLOWLY = [([step], "loss", times(1 + (step - 1500) / 6000)) for step in range(1500, 4000)]
 
 CASES = {
@@ -190,6 +192,14 @@ CASES = {
     "rolled-back": Case(again(run(RISE), S + 20, S - 50), "sustained", "update", S, "loss"),
     "rolled-back-in-vain": Case(
         again(run(RISE), S + 20, S - 50, run(RISE)), "sustained", "update", S, "loss"
+    ),
+    "rolled-back-and-a-drift-later": Case(
+        again(run(RISE), S + 20, S - 50, run(DRIFT_LATER)),
+        *("sustained", "update", S + 250, "loss"),
+    ),
+    "nan-rolled-back-and-a-rise-later": Case(
+        again(run(([S], "loss", math.nan)), S + 1, S - 50, run((LATE, "loss", times(2)))),
+        *("nonfinite", "forward", S, "loss"),
     ),
     "spike-long-before-a-rollback": Case(
         again(run(([300], "loss", times(2))), S, S - 50), "isolated", "none", 300, "loss"

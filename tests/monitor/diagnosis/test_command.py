@@ -73,7 +73,9 @@ def test_json_has_the_fields(log: str, tmp_path: Path, capsys: Capture) -> None:
     assert [list(row) for row in found["evidence"]] == [[*Evidence._fields]] * 4
     for one, evidence in zip(found["evidence"], expected.evidence, strict=True):
         assert one["records"] == [seen._asdict() for seen in evidence.records]
-        assert one | {"records": ()} == evidence._replace(records=())._asdict()
+        assert one["batches"] == (evidence.batches and list(evidence.batches))
+        plain = evidence._replace(records=(), batches=None)._asdict()
+        assert one | {"records": (), "batches": None} == plain
     assert found["comparison"] == [row._asdict() for row in expected.comparison]
 
 

@@ -162,10 +162,66 @@ def test_a_rollback_is_told() -> None:
     undone, in_vain = diagnosed("rolled-back"), diagnosed("rolled-back-in-vain")
     assert all(one.abandoned for one in undone.evidence)
     assert "attempt 0, which was rolled back" in undone.interventions[0]
-    assert not any(one.abandoned for one in in_vain.evidence)
+    assert {one.fact for one in in_vain.evidence if not one.abandoned} >= {table.SUSTAINED}
     assert "Restore the checkpoint" in in_vain.interventions[0]
     kept = diagnosed("spike-long-before-a-rollback")
     assert not kept.evidence[0].abandoned
+
+
+def test_advice_is_about_what_was_not_rolled_back() -> None:
+    found = diagnosed("rolled-back-and-a-drift-later")
+    (action,) = found.interventions
+    assert action.startswith("Watch: the loss came back without a restart")
+    assert f"(step {S + 249})" in action
+    facts = {(one.fact, one.abandoned) for one in found.evidence}
+    assert {(table.SUSTAINED, True), (table.DRIFT_BACK, False)} <= facts
+    assert "The loss rose and stayed up for a while, and came back later." in str(found)
+
+
+def test_advice_is_about_another_symptom_of_the_newest_attempt() -> None:
+    actions = diagnosed("nan-rolled-back-and-a-rise-later").interventions
+    assert actions[0].startswith("What shows nonfinite was rolled back, and the newest attempt, 1,")
+    assert f"recovery.restore(before={S + 249})" in actions[1]
+    assert "BF16" not in str(actions)
+
+
+def test_no_span_is_reversed() -> None:
+    """Also where the same comes earlier after going back."""
+    first = changed(healthy(1200), ([S], "grad_norm", times(40)))
+    second = changed(healthy(1200), ([S - 3], "grad_norm", times(40)))
+    found = diagnose(first[: S + 1] + second[S - 50 :]).evidence
+    assert [(one.fact, one.abandoned, one.times, one.first, one.last) for one in found] == [
+        (table.GRADIENT_SPIKE, True, 1, S, S),
+        (table.GRADIENT_SPIKE, False, 1, S - 3, S - 3),
+    ]
+    in_both = changed(first, ([300], "grad_norm", times(40)))
+    (one,) = diagnose(in_both[: S + 1] + second[S - 50 :]).evidence
+    assert (one.times, one.first, one.last) == (3, 300, S)
+
+
+@pytest.mark.parametrize("name", ["sustained", "sustained-and-back"])
+def test_batches_are_named_as_the_log_names_them(name: str) -> None:
+    records = CASES[name].records(0)
+    alarm = S + 4  # Sustained takes five values
+    for batch, named in (
+        (lambda step: step + 7, f"batches {S + 6} to {alarm + 7} (steps {S - 1} to {alarm})"),
+        (lambda step: None, f"the batches of steps {S - 1} to {alarm}"),
+        (lambda step: [step], f"batches [{S - 1}] to [{alarm}] (steps {S - 1} to {alarm})"),
+    ):
+        found = diagnose([replace(record, batch=batch(record.step)) for record in records])
+        assert named in found.interventions[0]
+
+
+def test_one_batch_with_a_loss_that_is_not_finite_is_looked_at_first() -> None:
+    actions = diagnosed("nan-loss").interventions
+    assert actions[0].startswith(f"Look at batch {S} (step {S}) first: the losses before and after")
+    assert actions[1].startswith("Run the forward pass in BF16")
+    assert "if it runs in fp16: else that does not help" in actions[1]
+    assert "range of their format" not in str(diagnosed("nan-loss"))
+    several = diagnose(run(([S, S + 9], "loss", math.nan))(0)).interventions[0]
+    assert several.startswith(f"Look at batch {S} (step {S}) and 1 more up to step {S + 9} first:")
+    for name in ("nan-loss-to-the-end", "nan-in-the-first-record", "nan-val-loss"):
+        assert diagnosed(name).interventions[0].startswith("Run the forward pass in BF16"), name
 
 
 def test_the_layer_and_the_batch_are_named() -> None:
