@@ -46,7 +46,8 @@ class GradClipper:
     One read of the gradients gives their norm, and `GradStats` of each. A step with NaN or infinite
     gradients is not taken. With a fused optimizer of torch (``fused=True``) and one coefficient for
     all gradients, the optimizer applies it and skips by itself: the gradients are not written
-    apart and the host never waits for the device.
+    apart and the host never waits for the device. Buffers that the forward pass updates (the
+    running statistics of BatchNorm) have taken the bad batch in already.
 
     With a ``torch.amp.GradScaler`` the loss scale is taken out in the same read and write:
 

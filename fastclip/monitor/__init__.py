@@ -47,6 +47,7 @@ if TYPE_CHECKING:
     from fastclip.monitor.detectors import LossScaleDrop as LossScaleDrop
     from fastclip.monitor.detectors import NonFinite as NonFinite
     from fastclip.monitor.detectors import RobustSpike as RobustSpike
+    from fastclip.monitor.detectors import Skips as Skips
     from fastclip.monitor.detectors import Spike as Spike
     from fastclip.monitor.detectors import Sustained as Sustained
     from fastclip.monitor.detectors import default_detectors as default_detectors
@@ -97,6 +98,7 @@ __all__ = [
     "Rollback",
     "RollbackPolicy",
     "Sink",
+    "Skips",
     "Spike",
     "StepRecord",
     "Sustained",
@@ -116,7 +118,7 @@ _MODULES = {
     "calibration": ("Calibration", "suggest_max_norm"),
     "detectors": (
         *("ClipRate", "Detector", "Drift", "LossScaleDrop", "NonFinite", "RobustSpike"),
-        *("Spike", "Sustained", "default_detectors"),
+        *("Skips", "Spike", "Sustained", "default_detectors"),
     ),
     "diagnosis.diagnose": ("diagnose",),
     "diagnosis.result": ("Diagnosis",),

@@ -4,6 +4,7 @@ from collections.abc import Iterable
 from itertools import repeat
 from typing import NamedTuple
 
+from fastclip.monitor.detectors import ClipRate
 from fastclip.monitor.records import LEVELS, Event, Level
 
 
@@ -33,19 +34,45 @@ def incidents(
 
     One belongs to the incident before it if that was going on at its onset, or ended at most `gap`
     steps before it, in the same attempt: what a rollback did not prevent happened again.
+    Events of `ClipRate` are incidents of their own, beside those of all other kinds: a threshold
+    that is too low clips for as long as it stands, and everything would be one with it.
     """
     return merged(map(of_event, events, repeat(0) if attempts is None else attempts), gap)
 
 
 def merged(parts: Iterable[Incident], gap: float) -> list[Incident]:
     """Merge incidents as events are merged."""
-    found: list[Incident] = []
+    merging = Merging(gap)
     for new in parts:
-        if found and belongs(new, found[-1], gap):
-            found[-1] = joined(found[-1], new)
+        merging.add(new)
+    return merging.found
+
+
+class Merging:
+    """Incidents that are merged one by one, `found` in the order of their first events.
+
+    Two can be going on at a time: one of clip rates, and one of other kinds.
+    """
+
+    def __init__(self, gap: float) -> None:
+        self.found: list[Incident] = []
+        self._gap = gap
+        self._newest: dict[bool, int] = {}  # by whether it is of clip rates: the place in `found`
+
+    def add(self, new: Incident) -> int:
+        """Merge one; its place in `found`."""
+        kind = of_clip_rates(new)
+        place = self._newest.get(kind)
+        if place is not None and _belongs(new, self.found[place], self._gap):
+            self.found[place] = _joined(self.found[place], new)
         else:
-            found.append(new)
-    return found
+            place = self._newest[kind] = len(self.found)
+            self.found.append(new)
+        return place
+
+
+def of_clip_rates(incident: Incident) -> bool:
+    return incident.kinds == (ClipRate.kind,)
 
 
 def of_event(event: Event, attempt: int) -> Incident:
@@ -57,8 +84,8 @@ def of_event(event: Event, attempt: int) -> Incident:
     )
 
 
-def belongs(new: Incident, before: Incident, gap: float) -> bool:
-    """Whether `new` is part of the incident before it.
+def _belongs(new: Incident, before: Incident, gap: float) -> bool:
+    """Whether `new` is part of the incident of its sort before it.
 
     Merging with a small gap first, and the result with a larger one, gives what the larger one
     gives at once.
@@ -67,7 +94,7 @@ def belongs(new: Incident, before: Incident, gap: float) -> bool:
     return new.attempt == before.attempt and begun <= before.last <= new.first
 
 
-def joined(before: Incident, new: Incident) -> Incident:
+def _joined(before: Incident, new: Incident) -> Incident:
     higher = LEVELS.index(new.level) > LEVELS.index(before.level)
     return before._replace(
         last=new.last,

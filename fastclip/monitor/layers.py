@@ -6,7 +6,7 @@ from dataclasses import replace
 from itertools import repeat
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 
-from fastclip.monitor.records import COLUMNS, LayerRow, StepRecord
+from fastclip.monitor.records import COLUMNS, Event, LayerRow, StepRecord
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -62,13 +62,15 @@ class Carriers:
 
     Every `every`-th does, counted from the first; so does one whose watches gave some. Where a
     record has an event, it carries rows, and the `before` records before it are given theirs
-    afterwards; that is done at most once in `every` records. With `every` 0 none does.
+    afterwards; events of one kind and metric bring that about at most once in `every` records, so
+    that a flood of them takes no rows from another kind. With `every` 0 none does.
     """
 
     def __init__(self, every: int, before: int) -> None:
         self._every = every
         self._records = 0
-        self._burst: int | None = None  # number of records at the last event that brought rows
+        # By kind and metric: the number of records at its last event with rows; those still barred.
+        self._bursts: dict[tuple[str, str], int] = {}
         # Records without rows, and what those would be made of.
         self._recent: deque[tuple[StepRecord, Sequence[Source]]] = deque(maxlen=before)
 
@@ -83,13 +85,19 @@ class Carriers:
             return with_layers(record, sources)
         return record
 
-    def of_event(self, record: StepRecord, sources: Sequence[Source]) -> StepRecord | None:
+    def of_events(
+        self, record: StepRecord, sources: Sequence[Source], events: Iterable[Event]
+    ) -> StepRecord | None:
         """A record that has events, with rows of layers; None if it is too early for more."""
         if not self._every:
             return None
-        if self._burst is not None and self._records - self._burst < self._every:
+        oldest = self._records - self._every
+        barred = {key: burst for key, burst in self._bursts.items() if burst > oldest}
+        keys = {(event.kind, event.metric) for event in events}
+        if keys <= barred.keys():
             return None
-        self._burst = self._records
+        # Those that were barred too: kinds that go on together bring rows together, once.
+        self._bursts = barred | dict.fromkeys(keys, self._records)
         return with_layers(record, sources)
 
     def keep(self, record: StepRecord, sources: Sequence[Source]) -> None:

@@ -74,9 +74,9 @@ class Monitor:
     ) -> None:
         if detectors is None:
             detectors = default_detectors()
-        self.detectors: tuple[Detector, ...] = _parts("detectors", detectors, _DETECTOR)
-        self.sinks: tuple[Sink, ...] = _parts("sinks", sinks, _SINK)
-        self.watches: tuple[Watch, ...] = _parts("watches", watches, _WATCH)
+        self.detectors: tuple[Detector, ...] = _parts("detectors", detectors)
+        self.sinks: tuple[Sink, ...] = _parts("sinks", sinks)
+        self.watches: tuple[Watch, ...] = _parts("watches", watches)
         if not isinstance(telemetry, Telemetry | None):
             raise TypeError(f"telemetry must be a Telemetry, got {telemetry!r:.80}")
         self._attempt, self._step = _NOTHING  # of the newest record
@@ -229,7 +229,8 @@ class Monitor:
         record = self._carriers.counted(record, row.layers, row.measured)
         events, states = self._judged(record)
         amended: list[StepRecord] = []
-        if events and (carrying := self._carriers.of_event(record, row.layers)) is not None:
+        carrying = self._carriers.of_events(record, row.layers, events) if events else None
+        if carrying is not None:
             amended = self._carriers.amended()
             if carrying is not record:  # as a replay of the log will judge it
                 record = carrying
@@ -363,27 +364,35 @@ def _keys(detectors: Sequence[Detector]) -> list[str]:
     return [f"{name}/{names[:place].count(name)}" for place, name in enumerate(names)]
 
 
-Kind = tuple[str, Callable[[Any], bool]]  # what one of them has; whether something has it
+# What a part has, and whether something has it, by the argument that it is given as.
+_KINDS: dict[str, tuple[str, Callable[[Any], bool]]] = {
+    "detectors": (
+        "a detector has init() and can be called",
+        lambda part: callable(part) and hasattr(part, "init"),
+    ),
+    "sinks": (
+        "a sink has write(record, events)",
+        lambda part: callable(getattr(part, "write", None)),
+    ),
+    "watches": ("a watch has take()", lambda part: callable(getattr(part, "take", None))),
+}
 
-_DETECTOR: Kind = (
-    "a detector has init() and can be called",
-    lambda part: callable(part) and hasattr(part, "init"),
-)
-_SINK: Kind = (
-    "a sink has write(record, events)",
-    lambda part: callable(getattr(part, "write", None)),
-)
-_WATCH: Kind = ("a watch has take()", lambda part: callable(getattr(part, "take", None)))
 
-
-def _parts(name: str, given: Any, kind: Kind) -> tuple[Any, ...]:
+def _parts(name: str, given: Any) -> tuple[Any, ...]:
     """Those given. `TypeError` for others than of their kind, and for one that is not in a list."""
-    needed, fits = kind
+    needed, fits = _KINDS[name]
     # A log by itself can be iterated too: an empty one would be no sinks.
-    if not isinstance(given, Iterable) or fits(given):
-        raise TypeError(f"{name} must be a list of them, got {given!r:.80}")
+    if not isinstance(given, Iterable) or _hint(given):
+        raise TypeError(f"{name} must be a list of them, got {given!r:.80}{_hint(given)}")
     parts = tuple(given)
     for part in parts:
         if isinstance(part, type) or not fits(part):
-            raise TypeError(f"{needed}, got {part!r:.80}")
+            raise TypeError(f"{needed}, got {part!r:.80}{_hint(part)}")
     return parts
+
+
+def _hint(part: Any) -> str:
+    for name, (_, fits) in _KINDS.items():
+        if fits(part) and not isinstance(part, type):
+            return f"; pass it as {name}=[...]"
+    return ""

@@ -1,9 +1,9 @@
 """Jobs of ranks that recover: sharded and replicated training with a poisoned batch."""
 
+import math
 import os
 import random
 import signal
-from collections.abc import Callable, Iterable
 from typing import Any
 from unittest.mock import patch
 
@@ -32,7 +32,7 @@ class Run:
         folder: str,
         layout: str,
         poison: Poison = None,
-        ranks: Callable[[Event], Iterable[int] | None] | None = None,
+        blaming: bool = False,
         asynchronous: bool = False,
     ) -> None:
         self.rank, self.size, self.poison = dist.get_rank(), dist.get_world_size(), poison
@@ -49,10 +49,11 @@ class Run:
         self.clipper = GradClipper(self.model, max_norm=1.0, nonfinite="propagate")
         self.monitor = Monitor([NonFinite()])
         self.used: list[tuple[int, int]] = []
+        self.losses: dict[int, list[float]] = {}  # of each step, every rank's own
         self.recovery = Recovery(
             folder,
             {name: getattr(self, name) for name in ("model", "optimizer", "clipper", "monitor")},
-            RollbackPolicy(confirm=2, lr_steps=3, ranks=ranks),
+            RollbackPolicy(confirm=2, lr_steps=3, ranks=self.guilty if blaming else None),
             every=3,
             asynchronous=asynchronous,
         )
@@ -67,9 +68,16 @@ class Run:
         self.averaged()
         self.stats = self.clipper.step(self.optimizer)
         self.optimizer.zero_grad()
-        reduced = loss.detach().clone()
-        dist.all_reduce(reduced)
-        return reduced / self.size
+        losses = [torch.empty_like(loss) for _ in range(self.size)]
+        dist.all_gather(losses, loss.detach())
+        self.losses[step] = [each.item() for each in losses]
+        return torch.stack(losses).mean()
+
+    def guilty(self, event: Event) -> list[int]:
+        """The ranks whose own loss was not finite where the fault began."""
+        assert event.onset is not None
+        losses = self.losses[event.onset]
+        return [rank for rank, each in enumerate(losses) if not math.isfinite(each)]
 
     def averaged(self) -> None:
         """Gradients that nobody else reduces: those of "mixed" outside of the shards."""
@@ -104,14 +112,6 @@ class Run:
 
 def trained(folder: str, layout: str, stop: int, **options: Any) -> dict[str, Any]:
     return Run(folder, layout, **options).advance(stop).outcome()
-
-
-def blamed_on_rank_1(event: Event) -> list[int]:
-    return [1]
-
-
-def trained_blaming(folder: str, layout: str, stop: int, poison: Poison) -> dict[str, Any]:
-    return Run(folder, layout, poison, blamed_on_rank_1).advance(stop).outcome()
 
 
 def dying_in_a_save(folder: str, stop: int) -> None:

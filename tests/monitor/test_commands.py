@@ -20,6 +20,7 @@ from fastclip.commands import logs, replay
 from fastclip.monitor import JSONL, Monitor, StepRecord, monitor, suggest_max_norm
 from fastclip.monitor.log import records
 from tests.monitor.making import changed, healthy, incident_log, mixtral, times
+from tests.monitor.report.logs import always_clipped
 
 Capture = pytest.CaptureFixture[str]
 
@@ -157,6 +158,22 @@ def test_a_long_divergence_is_one_incident(tmp_path: Path, capsys: Capture) -> N
     assert lines[3:] == [
         "critical  steps 500 to 899, 400 events, onset 500 (loss): nonfinite",
         "          loss is nan",
+    ]
+
+
+def test_a_run_that_clips_all_the_time_hides_nothing(tmp_path: Path, capsys: Capture) -> None:
+    path = saved(tmp_path / "run.jsonl", always_clipped())
+    assert main(["replay", path]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[1].endswith(" events, 3 incidents")
+    assert lines[3:5] == [
+        "warn      steps 99 to 399, 301 events, onset 99 (clipped): clip_rate",
+        "          100 % of the last 100 steps were clipped",
+    ]
+    told = [line for line in lines[5:] if line.startswith(("warn", "critical"))]
+    assert told == [
+        "warn      step 250, onset 250 (loss): spike, robust_spike",
+        "critical  step 320, onset 320 (grad_norm): nonfinite",
     ]
 
 

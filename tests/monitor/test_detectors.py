@@ -18,6 +18,7 @@ from fastclip.monitor import (
     LossScaleDrop,
     NonFinite,
     RobustSpike,
+    Skips,
     Spike,
     StepRecord,
     Sustained,
@@ -197,6 +198,18 @@ def test_clip_rate_is_of_the_window_with_the_record() -> None:
     assert found(events) == [(3, 2 / 3, 0.5), (4, 2 / 3, 0.5), (5, 2 / 3, 0.5)]
 
 
+def test_skips_in_a_row() -> None:
+    """Nine are silent, the tenth and those after it are not; a missing flag is neither."""
+    flags = [True, False, *[True] * 4, None, *[True] * 8, False, True]
+    records = [StepRecord(i, skipped=flag) for i, flag in enumerate(flags)]
+    events = verdicts(Skips(), records)
+    assert found(events) == [(12, 10, 10), (13, 11, 10), (14, 12, 10)]
+    assert {(event.kind, event.level, event.metric) for event in events} == {
+        ("skips", "critical", "skipped")
+    }
+    assert [e.level for e in verdicts(Skips(1, "warn"), records[:2])] == ["warn"]
+
+
 def test_levels_and_kinds() -> None:
     events = [event for d in default_detectors() for event in verdicts(d, incident_log())]
     levels = {(event.kind, event.level) for event in events}
@@ -228,7 +241,11 @@ MESSAGES: dict[str, tuple[Detector, list[StepRecord]]] = {
         LossScaleDrop(2, 9),
         scales(8, 4, 2),
     ),
-    "0.75 of the last 4 steps were clipped": (
+    "the last 3 updates were skipped": (
+        Skips(3),
+        [StepRecord(i, skipped=True) for i in range(3)],
+    ),
+    "75 % of the last 4 steps were clipped": (
         ClipRate(window=4),
         [StepRecord(i, clipped=i > 0) for i in range(4)],
     ),
@@ -241,7 +258,10 @@ def test_messages(message: str) -> None:
     assert [event.message for event in verdicts(detector, records)] == [message]
 
 
-@pytest.mark.parametrize("detector", default_detectors(), ids=lambda d: type(d).__name__)
+SHIPPED = [*default_detectors(), Skips(1)]
+
+
+@pytest.mark.parametrize("detector", SHIPPED, ids=lambda d: type(d).__name__)
 def test_is_pure(detector: Detector) -> None:
     """A state is not changed by a call, survives a pickle, and gives the same any time."""
     states, answers = [detector.init()], []
@@ -257,7 +277,7 @@ def test_is_pure(detector: Detector) -> None:
             assert repr(events) == repr(answers[i])  # NaN is not equal to itself
 
 
-@pytest.mark.parametrize("detector", default_detectors(), ids=lambda d: type(d).__name__)
+@pytest.mark.parametrize("detector", SHIPPED, ids=lambda d: type(d).__name__)
 def test_states_are_plain_and_bounded(detector: Detector) -> None:
     def require_plain(state: Any) -> None:
         assert type(state) in (tuple, float, int, str, bool, type(None))
@@ -322,6 +342,8 @@ REFUSED: list[tuple[type[Exception], str, Callable[[], object]]] = [
     (ValueError, "critical .*got -1", lambda: Sustained(critical=-1)),
     (ValueError, "sustained .*got nan", lambda: Sustained(sustained=NAN)),
     (ValueError, "over must be a share .*got 1", lambda: ClipRate(over=1)),
+    (ValueError, "streak .*got 0", lambda: Skips(0)),
+    (ValueError, "level must be .*got 'bad'", lambda: Skips(level="bad")),  # type: ignore[arg-type]
     (ValueError, "drops .*got 0", lambda: LossScaleDrop(drops=0)),
     (ValueError, "5 drops do not fit into a window of 4", lambda: LossScaleDrop(5, 4)),
     (ValueError, "level .*'info', 'warn', 'critical', got 'error'", lambda: event("error")),

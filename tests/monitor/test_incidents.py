@@ -34,11 +34,29 @@ def test_an_incident_is_of_one_attempt() -> None:
     assert [(one.first, one.last, one.attempt) for one in found] == [(100, 101, 0), (101, 103, 1)]
 
 
+def test_clip_rates_are_incidents_of_their_own() -> None:
+    """Neither swallows the other, though they go on at the same time."""
+    events = [event(step, step, "clip_rate") for step in range(100, 400)]
+    events[150:150] = [event(250, 250), event(250, 248, "robust_spike")]
+    events[222:222] = [event(320, 320, "nonfinite", "critical")]
+    found = incidents(events, gap=10)
+    assert [(one.first, one.last, one.level, one.kinds, one.events) for one in found] == [
+        (100, 399, "warn", ("clip_rate",), 300),
+        (250, 250, "warn", ("spike", "robust_spike"), 2),
+        (320, 320, "critical", ("nonfinite",), 1),
+    ]
+    assert [one.message for one in found] == [
+        "clip_rate at 100",
+        "spike at 250",
+        "nonfinite at 320",
+    ]
+
+
 @given(
     st.lists(
         st.tuples(
             *(st.integers(0, 60), st.integers(0, 60)),
-            *(st.sampled_from(["spike", "drift", "sustained"]), st.sampled_from(LEVELS)),
+            *(st.sampled_from(["spike", "sustained", "clip_rate"]), st.sampled_from(LEVELS)),
         ),
         max_size=30,
     ),

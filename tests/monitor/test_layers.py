@@ -107,6 +107,43 @@ def test_at_most_one_burst_in_so_many_records() -> None:
     assert [record.step for record in sink.amended] == [2, 3, 4, 22, 23, 24]
 
 
+class Kinds:
+    """Events of these kinds and metrics at these steps."""
+
+    def __init__(self, **steps: range) -> None:
+        self.steps = steps
+
+    def init(self) -> tuple[()]:
+        return ()
+
+    def __call__(self, state: tuple[()], record: StepRecord) -> tuple[tuple[()], list[Event]]:
+        found = [name.split("_of_") for name, steps in self.steps.items() if record.step in steps]
+        return state, [Event(record.step, kind, "warn", metric, 1.0) for kind, metric in found]
+
+
+@pytest.mark.parametrize(
+    ("steps", "carried", "amended"),
+    [
+        # The flood has rows at 5, and shares those of 14: its next are 20 after them, and so on.
+        (
+            {"rate_of_clipped": range(5, 60), "nan_of_loss": range(14, 16)},
+            *([5, 14, 19, 34, 39, 54, 59], [4, 13, 33, 53]),
+        ),
+        ({"nan_of_loss": range(5, 6), "nan_of_lr": range(8, 9)}, [5, 8, 19, 39, 59], [4, 7]),
+    ],
+    ids=["another-kind", "another-metric"],
+)
+def test_another_kind_of_event_has_its_rows(
+    steps: dict[str, range], carried: list[int], amended: list[int]
+) -> None:
+    sink, telemetry = Amended(), Telemetry(layers_every=20, layers_before=1)
+    with Monitor([Kinds(**steps)], [sink], telemetry=telemetry) as monitor:
+        for step in range(60):
+            monitor.observe(step=step, stats=stats_of(1.0 + step))
+    assert carrying(sink.records) == carried
+    assert [record.step for record in sink.amended] == amended
+
+
 def test_no_record_is_amended_twice() -> None:
     sink = run(20, 4, 8, every=4, before=10)
     assert carrying(sink.records) == [3, 4, 7, 8, 11, 15, 19]

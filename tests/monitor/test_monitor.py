@@ -354,7 +354,12 @@ def test_an_onset_that_a_detector_gives_is_kept() -> None:
         ({"sinks": [Kept]}, r"a sink has write\(record, events\), got <class"),
         ({"sinks": ["run.jsonl"]}, "a sink has .* got 'run.jsonl'"),
         ({"detectors": Spike()}, r"detectors must be a list of them, got Spike\("),
-        ({"sinks": JSONL("run.jsonl")}, "sinks must be a list of them, got <.*JSONL"),
+        (
+            {"sinks": JSONL("run.jsonl")},
+            r"list of them, got <.*JSONL.*; pass it as sinks=\[\.\.\.\]",
+        ),
+        ({"detectors": JSONL("no.jsonl")}, r"detectors must be .* got <.*; pass it as sinks=\["),
+        ({"detectors": [JSONL("no.jsonl")]}, r"a detector has .* got <.*; pass it as sinks=\["),
     ],
 )
 def test_what_is_no_detector_or_sink(arguments: dict[str, Any], text: str) -> None:

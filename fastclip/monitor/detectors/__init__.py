@@ -8,6 +8,7 @@
 `NonFinite`           a NaN or an infinity in a metric, or in the gradients
 `LossScaleDrop`       a loss scale that keeps falling
 `ClipRate`            a large share of steps clipped
+`Skips`               many updates in a row that were skipped; not among the defaults
 ====================  ============================================================================
 
 All but `NonFinite` pass over values that are None, NaN or infinite and do not remember them; every
@@ -36,6 +37,7 @@ from fastclip.monitor.detectors.contract import State as State
 from fastclip.monitor.detectors.numerics import ClipRate as ClipRate
 from fastclip.monitor.detectors.numerics import LossScaleDrop as LossScaleDrop
 from fastclip.monitor.detectors.numerics import NonFinite as NonFinite
+from fastclip.monitor.detectors.numerics import Skips as Skips
 from fastclip.monitor.detectors.spikes import RobustSpike as RobustSpike
 from fastclip.monitor.detectors.spikes import Spike as Spike
 from fastclip.monitor.detectors.trends import Drift as Drift
@@ -48,6 +50,7 @@ __all__ = [
     "LossScaleDrop",
     "NonFinite",
     "RobustSpike",
+    "Skips",
     "Spike",
     "State",
     "Sustained",

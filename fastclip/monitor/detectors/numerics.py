@@ -6,7 +6,7 @@ from typing import ClassVar
 
 from fastclip.checks import require
 from fastclip.monitor.detectors.contract import require_window, set_field
-from fastclip.monitor.records import WATCHED, Event, Level, StepRecord
+from fastclip.monitor.records import LEVELS, WATCHED, Event, Level, StepRecord
 from fastclip.monitor.windows import EMPTY, Summed, Window
 
 
@@ -116,8 +116,47 @@ class ClipRate:
         window, total = self._recent.take(state)
         window = self._recent.push(window, total, float(record.clipped))
         if total.count == self.window and (rate := total.mean()) > self.over:
-            message = f"{rate:.3g} of the last {self.window} steps were clipped"
+            message = f"{100 * rate:.3g} % of the last {self.window} steps were clipped"
             events.append(
                 Event(record.step, self.kind, "warn", self.metric, rate, self.over, message=message)
             )
         return window, events
+
+
+@dataclass(frozen=True)
+class Skips:
+    """An update that was skipped, the `streak`-th in a row or a later one.
+
+    A skipped step does no harm, but a run that skips every step learns nothing. Steps whose
+    `skipped` is None are passed over.
+    """
+
+    streak: int = 10
+    level: Level = "critical"
+
+    kind: ClassVar[str] = "skips"
+    metric: ClassVar[str] = "skipped"
+
+    def __post_init__(self) -> None:
+        require_window(self.streak, "streak")
+        if self.level not in LEVELS:
+            names = ", ".join(map(repr, LEVELS))
+            raise ValueError(f"level must be one of {names}, got {self.level!r:.80}")
+
+    def init(self) -> int:
+        """How many of the last updates were skipped, in a row."""
+        return 0
+
+    def __call__(self, state: int, record: StepRecord) -> tuple[int, list[Event]]:
+        if record.skipped is None:
+            return state, []
+        skipped = state + 1 if record.skipped else 0
+        if skipped < self.streak:
+            return skipped, []
+        message = f"the last {skipped} updates were skipped"
+        if skipped == 1:
+            message = "the update was skipped"
+        event = Event(
+            record.step, self.kind, self.level, self.metric, skipped, self.streak, message=message
+        )
+        return skipped, [event]

@@ -1,6 +1,5 @@
 """What a checkpoint of a run has in it."""
 
-import warnings
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -10,6 +9,8 @@ from torch.optim import Optimizer
 from fastclip.monitor import randomness
 from fastclip.monitor.recovery.learning_rate import Cut
 from fastclip.monitor.recovery.packing import Packed, Unpacker, pack
+from fastclip.monitor.recovery.stateful import Stateful
+from fastclip.monitor.recovery.telling import warn
 
 
 class Contents:
@@ -27,7 +28,8 @@ class Contents:
         return pack({"state": states, "random": randomness.read()})
 
     def unpack(self, content: dict[str, Any]) -> None:
-        """Make the run what it was. `ValueError`, with nothing changed, if a part is missing.
+        """Make the run what it was. `ValueError`, with nothing changed, if a part is missing;
+        `RuntimeError` naming the first part that cannot be loaded.
 
         Gradients are set to None, as in a new process: what a step at fault has left in them must
         not be added to.
@@ -39,9 +41,9 @@ class Contents:
         extra = states.keys() - self.state.keys()
         if extra:
             text = f"the checkpoint has a state of {min(extra)!r}, which this run does not have"
-            warnings.warn(text, UserWarning, stacklevel=4)
+            warn(text)
         for name, each in self.state.items():
-            each.load_state_dict(states[name])
+            _load(name, each, states[name])
         for module in self.modules.values():
             module.zero_grad(set_to_none=True)
         for optimizer in self.optimizers:
@@ -72,3 +74,13 @@ class Contents:
             *(tensor for each in self.modules.values() for tensor in each.buffers()),
             *(tensor for group in groups for tensor in group["params"]),
         ]
+
+
+def _load(name: str, part: Stateful, state: dict[str, Any]) -> None:
+    try:
+        part.load_state_dict(state)
+    except Exception as error:
+        raise RuntimeError(
+            f"the checkpoint has a state of {name!r} that state[{name!r}] cannot load: "
+            f"{type(error).__name__}: {error}"
+        ) from error

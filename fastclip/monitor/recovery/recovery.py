@@ -2,17 +2,18 @@
 
 import os
 import sys
-import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from copy import deepcopy
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 from fastclip.monitor.monitor import Monitor
 from fastclip.monitor.records import Event
 from fastclip.monitor.recovery.files import Damaged
 from fastclip.monitor.recovery.ledger import Decision, Ledger
 from fastclip.monitor.recovery.policy import Checkpoint, Rollback, RollbackPolicy
+from fastclip.monitor.recovery.stateful import Stateful, require_state
+from fastclip.monitor.recovery.telling import log_rollback, warn
 
 if TYPE_CHECKING:
     from fastclip.monitor.recovery.replaying import Replay
@@ -20,14 +21,10 @@ if TYPE_CHECKING:
 _POLICY = RollbackPolicy()
 
 
-class Stateful(Protocol):
-    def state_dict(self) -> dict[str, Any]: ...
-    def load_state_dict(self, state_dict: dict[str, Any]) -> Any: ...
-
-
 class Recovery:
     """Checkpoints of a run, and the way back to one when something went wrong.
 
+    >>> monitor = Monitor([*default_detectors(), Skips()])
     >>> state = dict(model=model, optimizer=optimizer, scheduler=scheduler, clipper=clipper,
     ...              monitor=monitor)
     >>> recovery = Recovery("checkpoints", state)
@@ -36,25 +33,35 @@ class Recovery:
     ...     loss.backward()
     ...     stats = clipper.step(optimizer)
     ...     optimizer.zero_grad()
+    ...     lr = scheduler.get_last_lr()[0] * recovery.lr_scale
     ...     scheduler.step()
-    ...     recovery.handle(monitor.observe(step=step, loss=loss, stats=stats, batch=batch))
+    ...     fields = dict(loss=loss, stats=stats, lr=lr, batch=batch)
+    ...     recovery.handle(monitor.observe(step=step, **fields))
 
     A checkpoint of step s contains s updates. It is confirmed, and may be gone back to, once
     `policy.confirm` steps after it raised no event that calls for a rollback. One that is damaged
-    is passed over with a `UserWarning` that names it.
+    is passed over with a `UserWarning` that names it. A rollback is a warning of the logger
+    "fastclip".
+
+    To the default detectors a skipped step is a warning, and so is every one of a run that only
+    skips: without `Skips` nothing rolls that back. Losses near zero, or that vary by half from step
+    to step, need the other set in `fastclip.monitor.detectors`.
 
     Args:
         directory: where the checkpoints are, and `recovery.json`, which has what a rollback does
             not take back: rollbacks, skipped batches, and how far checkpoints are confirmed.
         state: by name, anything with `state_dict` and `load_state_dict` of plain data and tensors.
             Random number generators (torch on every device, Python, NumPy if it is loaded) and the
-            step are added. Optimizers among them are cut after a rollback; who steps in another
-            way reads `lr_scale`.
+            step are added. Optimizers among them are cut after a rollback.
         policy: when to go back, and what to skip then.
         every: steps between two checkpoints.
         keep: the newest `keep` confirmed checkpoints stay, and every unconfirmed one.
         asynchronous: go on as soon as the state is copied to the host's memory, and write it
             meanwhile; an error in writing is raised when the next checkpoint is due.
+
+    `lr_scale` is what this step's learning rates are multiplied by: `policy.lr_scale` after a
+    rollback, else 1.0. Neither schedulers nor `param_groups` show it, and who steps without an
+    optimizer of torch applies it.
 
     On several ranks (the default process group) each makes one with the same arguments, on a folder
     that all share, and hands `handle` the same events: then all decide the same, and `handle`
@@ -72,7 +79,7 @@ class Recovery:
         keep: int = 3,
         asynchronous: bool = False,
     ) -> None:
-        _require_state(state)
+        require_state(state)
         _require_count("every", every)
         _require_count("keep", keep)
         from fastclip.monitor.recovery.checkpoints import Checkpoints
@@ -151,6 +158,10 @@ class Recovery:
         for. Events of later steps than this one are of an abandoned attempt and ignored. Raises
         `RuntimeError` if the budget is used up or no checkpoint can be gone back to.
         """
+        if not isinstance(events, Iterable):
+            raise TypeError(
+                f"events must be those that Monitor.observe returns, in a list, got {events!r:.80}"
+            )
         self._handled = True
         step = self._step
         found = [e for e in events if self.policy.matches(e) and (step is None or e.step <= step)]
@@ -194,7 +205,8 @@ class Recovery:
         """Load the newest intact checkpoint of a step of at most `before`; its step. A loop that is
         going on goes on from there.
 
-        Gradients are set to None, as in a new process. `RuntimeError` if there is none.
+        Gradients are set to None, as in a new process. `RuntimeError` if there is none, or naming
+        the part of the state that cannot load what is in it.
         """
         self._late_events()  # they are of the attempt that ends here
         pending = self._ledger.pending
@@ -281,9 +293,12 @@ class Recovery:
         onset = min([event.step for event in events] + onsets)
         used = len(ledger.rollbacks)
         if used >= policy.max_rollbacks:
+            why = f"{events[0].kind}: {events[0].message}"
             raise RuntimeError(
                 f"the alarm at step {step}, onset {onset}, calls for a rollback, and all are used: "
-                f"{used} of at most {policy.max_rollbacks} ({events[0].kind}: {events[0].message})"
+                f"{used} of at most {policy.max_rollbacks} ({why}). "
+                "`fastclip diagnose` says of a log what may be wrong with the run; "
+                "RollbackPolicy(max_rollbacks=...) allows more"
             )
         target = self._target(step, onset)
         suspect = range(max(onset - policy.before, 0), step + policy.after + 1)
@@ -296,6 +311,8 @@ class Recovery:
         changed = deepcopy(ledger)
         changed.add(decision)
         self._write(changed)
+        if self._ranks.rank == 0:
+            log_rollback(decision, events, policy, used + 1)
 
     def _target(self, step: int, onset: int) -> int:
         self._store.wait()
@@ -341,7 +358,7 @@ class Recovery:
         try:
             return job(step)
         except Damaged as error:
-            warnings.warn(f"passed over a damaged checkpoint, {error}", UserWarning, stacklevel=4)
+            warn(f"passed over a damaged checkpoint, {error}")
             return None
 
     def _listed(self) -> list[int]:
@@ -376,13 +393,6 @@ class Recovery:
 
     def _set_scale(self) -> None:
         self.lr_scale = self.policy.lr_scale if self._ledger.cut(self._now()) else 1.0
-
-
-def _require_state(state: Mapping[str, Stateful]) -> None:
-    for name, each in state.items():
-        for method in ("state_dict", "load_state_dict"):
-            if isinstance(each, type) or not callable(getattr(each, method, None)):
-                raise TypeError(f"state[{name!r}] has no {method}: {each!r:.80}")
 
 
 def _require_count(name: str, value: object) -> None:

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from torch import Tensor, nn
 
 from fastclip.monitor.recovery.checkpoints import digest
+from fastclip.monitor.recovery.telling import spans
 
 if TYPE_CHECKING:
     from fastclip.monitor.recovery.recovery import Recovery
@@ -37,7 +38,7 @@ class Replay(NamedTuple):
 
     def __str__(self) -> str:
         ran = f"Steps {self.first} to {self.step} were run twice, from the checkpoint of step "
-        text = f"{ran}{self.first}, with the batches {_spans(self.batches)}.\n"
+        text = f"{ran}{self.first}, with the batches {spans(self.batches)}.\n"
         if self.loss is not None:
             text += f"The loss of step {self.step} is {self.loss:g}.\n"
         if self.differs_at is None:
@@ -118,14 +119,3 @@ def _digests(modules: dict[str, nn.Module]) -> Step:
         for key, value in pairs
     }
     return {name: digest(value) for name, value in named.items()}
-
-
-def _spans(numbers: tuple[int, ...]) -> str:
-    """Numbers that follow each other as their ends."""
-    spans: list[list[int]] = []
-    for number in numbers:
-        if spans and spans[-1][1] == number - 1:
-            spans[-1][1] = number
-        else:
-            spans.append([number, number])
-    return ", ".join(f"{a} to {b}" if a < b else str(a) for a, b in spans)

@@ -49,10 +49,14 @@
     ? { type: "log", ...figures[index].layout.meta.log }
     : { type: "linear", ...Object.fromEntries(Object.keys(figures[index].layout.meta.log).map((key) => [key, null])) };
 
-  // Those with room between them on a narrow screen.
+  // Those with room between them on a narrow screen, among those of the same height.
   const apart = (annotations, range) => {
-    let last = -Infinity;
-    return annotations.filter(({ x }) => (x - last > 0.1 * (range[1] - range[0]) ? ((last = x), true) : false));
+    const last = {};
+    return annotations.filter(({ x, y, text }) => {
+      if (x - last[y] <= 0.03 * (text.length + 1) * (range[1] - range[0])) return false;
+      last[y] = x;
+      return true;
+    });
   };
 
   // Of the ticks beside each other in a colour bar, the first and the last have room on a narrow screen.

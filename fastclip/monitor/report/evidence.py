@@ -1,11 +1,10 @@
 """Incidents with the events they are made of, in memory that does not grow with their length."""
 
 import math
-from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
-from fastclip.monitor.incidents import Incident, belongs, joined, of_event
+from fastclip.monitor.incidents import Incident, Merging, of_event
 from fastclip.monitor.records import Event
 
 FIRST = 5  # events kept of each kind and metric of an incident, beside the one of largest value
@@ -47,8 +46,8 @@ class Episode:
     def onset(self) -> int:
         return self.incident.first if self.incident.onset is None else self.incident.onset
 
-    def add(self, other: "Episode") -> None:
-        self.incident = joined(self.incident, other.incident)
+    def add(self, other: "Episode", both: Incident) -> None:
+        self.incident = both
         for key, evidence in other.evidence.items():
             if key in self.evidence:
                 self.evidence[key].add(evidence)
@@ -66,19 +65,19 @@ def of_one(event: Event, attempt: int, batch: Any) -> Episode:
     return Episode(of_event(event, attempt), {(event.kind, event.metric): evidence})
 
 
-def append(found: list[Episode], new: Episode, gap: float) -> None:
-    """To the last one, where it belongs there."""
-    if found and belongs(new.incident, found[-1].incident, gap):
-        found[-1].add(new)
-    else:
-        found.append(new)
+class Episodes:
+    """Episodes that are merged one by one, as incidents are."""
 
+    def __init__(self, gap: float) -> None:
+        self.found: list[Episode] = []
+        self._incidents = Merging(gap)
 
-def regrouped(episodes: Iterable[Episode], gap: float) -> list[Episode]:
-    found: list[Episode] = []
-    for episode in episodes:
-        append(found, episode, gap)
-    return found
+    def add(self, new: Episode) -> None:
+        place = self._incidents.add(new.incident)
+        if place == len(self.found):
+            self.found.append(new)
+        else:
+            self.found[place].add(new, self._incidents.found[place])
 
 
 def _badness(witness: Witness) -> float:

@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 
+from fastclip.monitor.incidents import of_clip_rates
 from fastclip.monitor.records import LEVELS
 from fastclip.monitor.report.run import Extreme, Run
 from fastclip.monitor.report.text import clean, count, escape, listed, number, share
@@ -21,11 +22,14 @@ def _verdict(run: Run, several: bool) -> str:
         return f'<p class="verdict">{whose}No events: every detector stayed silent.</p>'
     levels = [episode.incident.level for episode in run.episodes]
     highest = max(levels, key=LEVELS.index)
-    first = run.episodes[levels.index(highest)]
+    gravest = [one for one in run.episodes if one.incident.level == highest]
+    others = [one for one in gravest if not of_clip_rates(one.incident)] or gravest
+    first = others[0]
     number_of = f"{count(len(levels), 'incident')}, {levels.count(highest):,} of them {highest}"
     if levels.count(highest) == len(levels):
         number_of = count(len(levels), f"{highest} incident" if highest != "warn" else "warning")
-    which = "It began" if len(levels) == 1 else f"The first {_called(highest)} began"
+    beside = " beside the clip rate" if len(others) < len(gravest) else ""
+    which = f"The first {_called(highest)}{beside} began" if len(levels) > 1 else "It began"
     return (
         f'<p class="verdict {highest}">{whose}<b>{number_of}.</b> {which} at step {first.onset} '
         f"({escape(first.incident.onset_metric)}): {escape(first.incident.message)}.</p>"
@@ -68,7 +72,10 @@ def _facts(run: Run) -> list[tuple[str, tuple[str, str]]]:
         found.append(("Steps clipped", (rate, f"of {count(run.clipped_known, 'step')}")))
     if run.grid.rows:
         faulty = run.grid.faulty()
-        found.append(("Layers not finite", (f"{len(faulty):,}", escape(listed(faulty, 2)))))
+        notes = [listed(faulty, 2)] if faulty else []
+        if run.unlocated:
+            notes.append(f"not known for {count(run.unlocated, 'record')} with such elements")
+        found.append(("Layers not finite", (f"{len(faulty):,}", escape("; ".join(notes)))))
     skipped = share(run.skipped, run.records) if run.skipped else ""
     found.append(("Steps skipped", (f"{run.skipped:,}", skipped)))
     levels = [f"{run.levels[level]:,} {level}" for level in LEVELS[::-1] if run.levels[level]]
@@ -80,7 +87,8 @@ def _facts(run: Run) -> list[tuple[str, tuple[str, str]]]:
 
 
 def _went_back(times: int) -> str:
-    return f"went back to earlier steps {count(times, 'time')}" if times else ""
+    told = "a step was not after the one before: a resume or a rollback"
+    return f"{count(times, 'time')} {told}" if times else ""
 
 
 def _extreme(extreme: Extreme) -> tuple[str, str]:

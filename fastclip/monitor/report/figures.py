@@ -19,7 +19,9 @@ TOP, BELOW = 0.95, 0.87  # where in a chart stands what has no place on its axis
 ONSETS, LINES = 300, 60  # onsets that are drawn; if there are more than so many, at the top alone
 SPARSE = 60  # points of validation losses up to which each is marked
 CLOSE = 0.015  # of the width: a mark so soon after another one is small
-APART = 0.035  # of the width between numbers of onsets
+CHARACTER = (
+    0.015  # of the width at 760 pixels: between numbers of onsets is one more than they have
+)
 
 
 @dataclass(frozen=True)
@@ -219,6 +221,8 @@ def _onsets(runs: Sequence[Run], width: int) -> tuple[list[Figure], list[Figure]
     shapes, notes = [], []
     for place, run in enumerate(runs):
         told = -math.inf
+        run_name = "AB"[place] if len(runs) > 1 else ""
+        apart = CHARACTER * (len(f"{run_name}{len(run.episodes)}") + 1) * width
         chosen = sorted(run.shown(ONSETS), key=lambda one: one[1].onset)
         bottom = 0 if len(chosen) <= LINES else TOP
         for order, episode in chosen:
@@ -233,13 +237,12 @@ def _onsets(runs: Sequence[Run], width: int) -> tuple[list[Figure], list[Figure]
                     "line": {"color": color, "width": 1, "dash": "dash"},
                 }
             )
-            if onset - told >= APART * width:
+            if onset - told >= apart:
                 told = onset
-                name = f"{'AB'[place]}{order}" if len(runs) > 1 else str(order)
                 notes.append(
                     {
                         **{"x": onset, "xref": "x", "y": 1 - 0.1 * place, "yref": "y domain"},
-                        **{"text": name, "showarrow": False, "yanchor": "bottom"},
+                        **{"text": f"{run_name}{order}", "showarrow": False, "yanchor": "bottom"},
                         "font": {"color": color},
                     }
                 )

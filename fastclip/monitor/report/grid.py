@@ -83,6 +83,13 @@ class Grid:
         return self.rows[name]
 
 
+def at_fault(layer: LayerRow) -> bool:
+    """Whether a row says that its layer had elements that are not finite, as `Grid.faulty` reads
+    it."""
+    share = _share(layer.nonfinite)
+    return share > 0 or (_norm(layer.norm) == math.inf and not share <= 0)
+
+
 def value_at(values: "array[float]", row: int) -> float:
     """Of a column, which ends with the last row it has a value for."""
     return values[row] if row < len(values) else math.nan

@@ -13,6 +13,7 @@ ROWS = 60  # layers that are shown
 LABEL = 40  # characters of a layer's name beside its row
 NARROW = 16  # the same on a narrow screen
 ROW_HEIGHT, AROUND = 18, 140  # pixels
+DEEP = 3  # decades below the median of the norms: what is lower has the colour of the lowest above
 FIRST_TICKS = -8  # decades: a share of non-finite elements below it takes the lightest colour
 
 
@@ -25,6 +26,7 @@ class Layers(NamedTuple):
     known: int
     merged: bool  # whether a column may be several steps
     faulty: tuple[str, ...]  # layers that were ever not finite, in the model's order
+    attempts: bool  # whether labels of columns have attempts
 
 
 def layers(grid: Grid) -> Layers | None:
@@ -51,6 +53,7 @@ def layers(grid: Grid) -> Layers | None:
         len(names) + len(grid.left_out),
         any(column.first != column.last for column in columns),
         tuple(grid.faulty()),
+        any(text.endswith(")") for text in labels),
     )
 
 
@@ -182,8 +185,17 @@ def _shown(value: float) -> float | None:
     return float(f"{value:.4g}") if math.isfinite(value) else None
 
 
+def lowest(norms: Figure) -> float | None:
+    """The norm whose colour those below it have too; None if there are none below."""
+    heat = norms["data"][0]
+    known = [value for row in heat["z"] for value in row if value is not None]
+    return 10 ** heat["zmin"] if known and min(known) < heat["zmin"] else None
+
+
 def _range(known: Sequence[float]) -> tuple[float, float]:
-    low, high = min(known), max(known)
+    """Of colours, so that a layer whose gradient is next to nothing does not take most of it."""
+    deep = statistics.median(known) - DEEP
+    low, high = min(value for value in known if value >= deep), max(known)
     return (low, high) if low < high else (low - 1, high + 1)
 
 

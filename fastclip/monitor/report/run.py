@@ -9,8 +9,8 @@ from dataclasses import dataclass
 from fastclip.monitor.bands import CALM
 from fastclip.monitor.monitor import Monitor
 from fastclip.monitor.records import LEVELS, Event, Level, StepRecord
-from fastclip.monitor.report.evidence import Episode, append, of_one, regrouped
-from fastclip.monitor.report.grid import Grid
+from fastclip.monitor.report.evidence import Episode, Episodes, of_one
+from fastclip.monitor.report.grid import Grid, at_fault
 from fastclip.monitor.report.thinning import Thinned
 
 # Fields of a record that are drawn as they are.
@@ -63,7 +63,9 @@ class Run:
         self._norm_steps = array("q")  # and the step of each
         self.clipped = self.clipped_known = 0
         self.grid = Grid()
-        self.episodes: list[Episode] = []
+        self.unlocated = 0  # records with elements that are not finite, and no row that says where
+        self.episodes: list[Episode] = []  # when it is finished
+        self._parts = Episodes(CALM)
         self._monitor = Monitor()
         self._recent: deque[bool] = deque(maxlen=RATED)
         self._recently = 0  # how many of them were clipped
@@ -92,18 +94,26 @@ class Run:
             self.updates_left_out.add(step, attempt, 0.0)
         if record.layers:
             self.grid.add(step, attempt, record.layers)
+        if record.nonfinite_count and not any(map(at_fault, record.layers or ())):
+            self.unlocated += 1
         if events:
             self._note(record, attempt, events)
 
     def amend(self, amendment: StepRecord) -> None:
         """Take in the layers that were added to a record later."""
-        self.grid.add(amendment.step, amendment.attempt, amendment.layers or ())
+        layers = amendment.layers or ()
+        self.grid.add(amendment.step, amendment.attempt, layers)
+        if self.unlocated and any(map(at_fault, layers)):
+            self.unlocated -= 1  # counted when its record was added: that had no rows
 
     def finish(self) -> None:
         # As many steps as it takes to log the records that end an excursion; `fastclip replay`
         # has the same incidents.
         gap = CALM * max(1.0, (self.last - self.first) / self.records)
-        self.episodes = regrouped(self.episodes, gap)
+        merged = Episodes(gap)
+        for part in self._parts.found:
+            merged.add(part)
+        self.episodes = merged.found
 
     def abandoned(self, step: int, attempt: int) -> bool:
         """Whether a later attempt went back to this step or to one before it."""
@@ -158,7 +168,7 @@ class Run:
         for event in events:
             self.events += 1
             self.levels[event.level] += 1
-            append(self.episodes, of_one(event, attempt, record.batch), CALM)
+            self._parts.add(of_one(event, attempt, record.batch))
             key = CHARTS.get(event.metric, event.metric), event.level
             kinds.setdefault(key, []).append(event.kind)
         for (chart, level), found in kinds.items():

@@ -15,11 +15,14 @@ from tests.monitor.recovery.making import event
 PAGE = (Path(__file__).resolve().parents[3] / "docs" / "recovery.md").read_text("utf-8")
 BLOCKS = re.findall(r"```python\n(.*?)```", PAGE, re.DOTALL)
 SHOWN = re.compile(r"```python\n([^`]*)```\n\nprints[^`]*```\n([^`]*)```")
+LOGGED = re.findall(r"^rolling back .*", PAGE, re.MULTILINE)
 ROW = re.compile(r"^\| `(\w+)`(?:, `(\w+)`)? \| ([^|]+) \|", re.MULTILINE)
 NUMBER = re.compile(r"\d+\.\d+")
 
 
-def test_every_block_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_every_block_runs(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
     monkeypatch.chdir(tmp_path)
     shown = dict(SHOWN.findall(PAGE))
     assert len(shown) == 4
@@ -33,7 +36,9 @@ def test_every_block_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> No
         for ours, theirs in zip(NUMBER.findall(printed), NUMBER.findall(said), strict=True):
             assert float(ours) == pytest.approx(float(theirs), rel=0.02)
     assert shown == {}
-    assert [names["policy"].ranks(event(step)) for step in (150, 151)] == [[1], None]
+    logged = [each.message for each in caplog.records if each.name == "fastclip"]
+    assert [text for text in logged if text.startswith("rolling back")] == LOGGED
+    assert [names["policy"].ranks(event(160, onset)) for onset in (150, 151)] == [[1], None]
 
 
 def test_the_table_of_the_policy() -> None:

@@ -8,7 +8,17 @@ import torch
 from torch import nn
 
 from fastclip import GradClipper
-from fastclip.monitor import JSONL, Event, Monitor, Recovery, RollbackPolicy, StepRecord, Telemetry
+from fastclip.monitor import (
+    JSONL,
+    Event,
+    Monitor,
+    Recovery,
+    RollbackPolicy,
+    Skips,
+    StepRecord,
+    Telemetry,
+    default_detectors,
+)
 from fastclip.monitor.detectors import Sustained
 from tests.monitor.recovery.making import Tally
 
@@ -121,3 +131,46 @@ def test_events_of_an_attempt_that_was_given_up(tmp_path: Path) -> None:
     train()
     assert each.rollbacks == [(3, 3, 3, (3,))]
     assert tally.batches == [0, 1, 2, *range(4, 9)]
+
+
+@pytest.mark.parametrize("watched", [False, True], ids=["defaults", "with Skips"])
+def test_a_run_that_only_skips(tmp_path: Path, watched: bool) -> None:
+    """Every batch from 30 on is NaN. The clipper skips; the defaults only warn, Skips goes back."""
+    model = nn.Sequential(nn.Linear(2, 4), nn.BatchNorm1d(4))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    clipper = GradClipper(model, max_norm=1.0)
+    monitor = Monitor([*default_detectors(), *([Skips()] if watched else [])])
+    state: dict[str, Any] = {"model": model, "optimizer": optimizer, "clipper": clipper}
+    policy = RollbackPolicy(confirm=5, max_rollbacks=1)
+    each = Recovery(tmp_path, {**state, "monitor": monitor}, policy, every=10)
+    levels: dict[int, set[str]] = {}
+    finite: dict[int, list[bool]] = {}  # whether the buffers were, each time before the step
+
+    def train() -> None:
+        for step, batch in each.steps(60):
+            buffer = model.get_buffer("1.running_mean")
+            finite.setdefault(step, []).append(bool(buffer.isfinite().all()))
+            inputs = torch.randn(8, 2, generator=torch.Generator().manual_seed(batch))
+            loss = model(inputs / 0 if batch >= 30 else inputs).square().mean()
+            loss.backward()
+            stats = clipper.step(optimizer)
+            optimizer.zero_grad()
+            found = monitor.observe(step=step, loss=loss, stats=stats, batch=batch)
+            levels.setdefault(step, {event.level for event in found})
+            if each.handle(found):
+                first.append(step)
+
+    first: list[int] = []
+    if not watched:
+        train()
+        assert each.rollbacks == []
+        assert {step for step, found in levels.items() if found} == set(range(30, 60))
+        assert set.union(*levels.values()) == {"warn"}
+        assert finite[31] == [False]
+        return
+    with pytest.raises(RuntimeError, match=r"all are used: 1 of at most 1 \(skips: the last 10"):
+        train()
+    assert first == [39]
+    assert each.rollbacks == [(39, 30, 20, tuple(range(29, 40)))]
+    assert (finite[20], finite[38]) == ([True, True], [False, False])
+    assert all(parameter.isfinite().all() for parameter in model.parameters())

@@ -152,7 +152,7 @@ def test_a_state_that_was_loaded_in_part_is_not_saved(tmp_path: Path) -> None:
     steps = each.steps(5)
     for _ in range(3):
         one.batches.append(next(steps)[1])
-    with pytest.raises(ZeroDivisionError):
+    with pytest.raises(RuntimeError, match=r"state\['two'\] cannot load: ZeroDivisionError: "):
         each.restore()
     assert one.batches == [0, 1]
     with pytest.raises(RuntimeError, match=r"call steps\(\) or restore\(\) before save"):

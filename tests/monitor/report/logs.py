@@ -13,7 +13,7 @@ from typing import Any
 
 from fastclip.monitor import JSONL, LayerRow, StepRecord
 from fastclip.monitor.report import Run
-from tests.monitor.making import healthy, incident_log
+from tests.monitor.making import changed, healthy, incident_log, times
 
 NAMES = tuple(
     f"model.layers.{block}.{part}.weight"
@@ -57,6 +57,12 @@ def eventful() -> tuple[StepRecord, ...]:
         *(replace(record, attempt=1) for record in calm[1400:1801]),
         *(replace(record, attempt=2) for record in calm[1700:]),
     )
+
+
+def always_clipped() -> list[StepRecord]:
+    """A threshold that is too low, a spike at step 250 and a NaN at step 320."""
+    clipped = [replace(record, clipped=True) for record in healthy(400)]
+    return changed(clipped, ([250], "loss", times(3)), ([320], "grad_norm", math.nan))
 
 
 def hostile() -> list[StepRecord]:

@@ -2,11 +2,13 @@
 
 from collections.abc import Iterator
 from dataclasses import replace
+from itertools import pairwise
 from typing import Any
 
 import pytest
 
 from fastclip.cli import main
+from tests.monitor.making import changed, healthy, times
 from tests.monitor.report.browser import Browser, browser, missing
 from tests.monitor.report.logs import HOSTILE, NAMES, baseline, eventful, hostile, layers, saved
 
@@ -38,7 +40,9 @@ def pages(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
     run = saved(folder / "run.jsonl", eventful(), amended)
     other = saved(folder / "baseline.jsonl", baseline())
     evil = saved(folder / f"{HOSTILE.replace('/', '')}.jsonl", hostile())
-    commands = {"one": [run], "two": [run, other], "evil": [evil]}
+    spiky = changed(healthy(2500), (range(200, 2500, 15), "grad_norm", times(60)))
+    many = [saved(folder / f"{name}.jsonl", spiky) for name in ("many", "more")]
+    commands = {"one": [run], "two": [run, other], "evil": [evil], "many": many}
     for name, logs in commands.items():
         assert main(["report", *logs, "-o", str(folder / f"{name}.html")]) == 0
     return {name: str(folder / f"{name}.html") for name in commands}
@@ -204,6 +208,23 @@ def test_a_narrow_screen_is_not_left(
     )
     assert plot["width"] > 0.65 * width
     assert plot["height"] > 150
+
+
+@pytest.mark.parametrize("width", [PHONE, 768, 1280])
+def test_numbers_of_incidents_do_not_overprint(
+    opened: Browser, pages: dict[str, str], width: int
+) -> None:
+    opened.screen(width, 800, phone=width == PHONE)
+    opened.open(pages["many"])
+    boxes = opened.evaluate(
+        "return [...document.querySelectorAll('#chart-loss .annotation-text')].map(e => "
+        "({text: e.textContent, ...e.getBoundingClientRect().toJSON()}))"
+    )
+    for run in "AB":
+        row = [box for box in boxes if box["text"].startswith(run)]
+        assert len(row) > 4
+        for left, right in pairwise(row):
+            assert left["right"] < right["left"]
 
 
 def test_two_runs_are_overlaid(opened: Browser, pages: dict[str, str]) -> None:

@@ -4,6 +4,7 @@ import json
 import math
 import sys
 from dataclasses import replace
+from itertools import pairwise
 from typing import Any
 
 import pytest
@@ -99,6 +100,20 @@ def test_onsets_and_their_numbers() -> None:
     labels = {note["x"]: note["text"] for note in figure["layout"]["annotations"]}
     assert labels[700] == "4"  # the activations were first, three steps before the loss
     assert run.episodes[3].incident.first == 703
+
+
+@pytest.mark.parametrize("several", [False, True], ids=["one", "two"])
+def test_numbers_of_onsets_have_room(several: bool) -> None:
+    """At 760 pixels the axis has 600, and a character 9."""
+    run = read(changed(healthy(2500), (range(200, 2500, 15), "grad_norm", times(60))))
+    assert len(run.episodes) == 154
+    notes = drawn(*[run] * (1 + several))["grad_norm"]["layout"]["annotations"]
+    for height in {note["y"] for note in notes}:
+        row = [note for note in notes if note["y"] == height]
+        assert len(row) > 10
+        for one, two in pairwise(row):
+            pixels = 600 / 2500 * (two["x"] - one["x"])
+            assert pixels > 9 * (len(one["text"]) + len(two["text"])) / 2
 
 
 def test_onsets_of_many_incidents_are_marked_at_the_top() -> None:

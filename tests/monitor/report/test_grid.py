@@ -102,6 +102,29 @@ def test_colours_are_logarithms_and_hover_has_the_norms() -> None:
     assert found.nonfinite is None
 
 
+def test_a_layer_next_to_nothing_does_not_take_the_colours() -> None:
+    made = Grid()
+    for step in range(20):
+        made.add(step, 0, rows(bias=1e-9, a=0.01, b=1.0 + step, c=0.1))
+    found = heatmaps.layers(made)
+    assert found
+    assert found.norms
+    heat = found.norms["data"][0]
+    # the median is 0.1 to 1: what is less than a thousandth of it has the colour of 0.01
+    assert (heat["zmin"], heat["zmax"]) == (-2.0, pytest.approx(math.log10(20), abs=1e-3))
+    assert heat["y"][0] == "bias"
+    assert heat["z"][0] == [-9.0] * 20
+    assert heat["customdata"][0] == [1e-9] * 20  # what the hover shows
+    assert heatmaps.lowest(found.norms) == pytest.approx(0.01)
+    made = Grid()
+    made.add(0, 0, rows(a=0.01, b=1.0, c=9.0))
+    found = heatmaps.layers(made)
+    assert found
+    assert found.norms
+    assert found.norms["data"][0]["zmin"] == -2.0
+    assert heatmaps.lowest(found.norms) is None
+
+
 @pytest.mark.parametrize(
     ("name", "length", "expected"),
     [

@@ -4,6 +4,7 @@ import base64
 import gzip
 import hashlib
 import html
+import math
 import re
 from dataclasses import replace
 from html.parser import HTMLParser
@@ -19,6 +20,7 @@ from tests.monitor.making import changed, healthy, incident_log, mixtral, times
 from tests.monitor.report.logs import (
     HOSTILE,
     NAMES,
+    always_clipped,
     baseline,
     eventful,
     figures,
@@ -67,7 +69,7 @@ def test_the_text_has_the_main_numbers() -> None:
     for expected in (
         "run.jsonl",
         f"Records {len(eventful()):,} steps 0 to 1999",
-        "Attempts 3 went back to earlier steps 2 times",
+        "Attempts 3 2 times a step was not after the one before: a resume or a rollback",
         "Worst loss 7.6969 at step 150; not finite in 3 records, first at step 500",
         "Largest gradient norm 2.27386 at step 920; not finite in 1 record, first at step 502",
         f"Layers not finite 4 {NAMES[30]}, {NAMES[31]} and 2 more",
@@ -91,6 +93,20 @@ def test_a_calm_run() -> None:
     assert "Incidents" not in text
     assert "Attempts" not in text
     assert "No threshold to suggest: a clip rate of 0.01 needs at least 1000 gradient norms" in text
+
+
+def test_the_banner_names_another_incident_than_the_clip_rate() -> None:
+    records = always_clipped()
+    text = plain(document(read(records)))
+    assert "3 incidents, 1 of them critical. The first critical one began at step 320" in text
+    assert "100 % of the last 100 steps were clipped" in text
+    assert (
+        "2 warnings. The first warning beside the clip rate began at step 250 (loss): loss"
+        in plain(document(read(records[:320])))
+    )
+    assert "1 warning. It began at step 99 (clipped): 100 % of" in plain(
+        document(read(records[:250]))
+    )
 
 
 def test_sections_without_data_are_left_out() -> None:
@@ -132,7 +148,9 @@ def test_two_runs_beside_each_other() -> None:
     text = plain(made)
     assert "one.jsonl beside two.jsonl" in text
     assert "two.jsonl : No events" in text or "two.jsonl: No events" in text
-    assert "Attempts 3 went back to earlier steps 2 times 1" in text
+    assert (
+        "Attempts 3 2 times a step was not after the one before: a resume or a rollback 1" in text
+    )
     assert {"layers-norms-1", "layers-norms-2", "layers-nonfinite-1"} <= set(figures(made))
     assert {trace["name"] for trace in figures(made)["chart-lr"]["data"]} == {
         "one.jsonl",
@@ -197,6 +215,44 @@ def test_headings_tables_and_charts_are_accessible() -> None:
     assert plots
     assert all(found["role"] == "img" for found in plots)
     assert all(re.search(r"\d", found["aria-label"] or "") for found in plots)
+
+
+def test_faults_of_records_without_rows_are_not_denied() -> None:
+    clean = (LayerRow("a", 1.0, 1.0, 0.0), LayerRow("b", 1.0, 1.0, 0.0))
+    faulty = (clean[0], LayerRow("b", math.inf, 1.0, 0.25))
+    records = [
+        replace(record, layers=clean if record.step == 10 else None) for record in healthy(60)
+    ]
+    records = changed(records, ([20, 30, 40], "nonfinite_count", 5))
+    run = read(records)
+    text = plain(document(run))
+    denied = "In the steps logged with layers none had gradient elements that are not finite."
+    left = "3 records with such elements came without rows that say in which layers."
+    assert f"{denied} {left}" in text
+    assert "Layers not finite 0 not known for 3 records with such elements" in text
+    for step in (19, 20):
+        run.amend(replace(records[step], layers=faulty if step == 20 else clean))
+    text = plain(document(run))
+    assert "Not finite in 1 layer: b. 2 records with such elements came without rows" in text
+    assert "Layers not finite 1 b; not known for 2 records with such elements" in text
+    assert denied not in text
+    located = read(changed(records, ([20, 30, 40], "layers", faulty)))
+    text = plain(document(located))
+    assert "Not finite in 1 layer: b. Columns" in text
+    assert "without rows" not in text
+
+
+def test_captions_of_heat_maps_explain_what_is_not_obvious() -> None:
+    rows = (LayerRow("a", 1.0), LayerRow("b", 0.5), LayerRow("c", 1e-7))
+    records = [StepRecord(step, 1.0, layers=rows) for step in range(5)]
+    text, attempts = plain(document(read(records))), "A number in parentheses after a step"
+    assert "Norms below 0.5 have its colour; pointing at one tells it." in text
+    assert attempts not in text
+    again = [*records, *(StepRecord(step, 1.0, layers=rows[:2]) for step in range(3, 6))]
+    made = document(read(again))
+    assert f"{attempts} is its attempt." in plain(made)
+    steps = ["0", "1", "2", "3", "4", "3 (1)", "4 (1)", "5 (1)"]
+    assert figures(made)["layers-norms-1"]["data"][0]["x"] == steps
 
 
 def test_many_incidents_are_cut_to_those_that_matter() -> None:

@@ -10,13 +10,13 @@ from fastclip.monitor.bands import CALM
 from fastclip.monitor.incidents import incidents
 from fastclip.monitor.report.evidence import FIRST
 from tests.monitor.making import changed, healthy, incident_log, mixtral
-from tests.monitor.report.logs import eventful, read, run_of
+from tests.monitor.report.logs import always_clipped, eventful, read, run_of
 
 
 @pytest.mark.parametrize(
     "records",
-    [incident_log(), list(eventful()), mixtral(), healthy(300)],
-    ids=["incidents", "attempts", "mixtral", "healthy"],
+    [incident_log(), list(eventful()), mixtral(), healthy(300), always_clipped()],
+    ids=["incidents", "attempts", "mixtral", "healthy", "always-clipped"],
 )
 def test_incidents_are_those_of_replay(records: list[StepRecord]) -> None:
     run = read(records)
