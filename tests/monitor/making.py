@@ -9,6 +9,9 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
+import pytest
+
+from fastclip.cli import main
 from fastclip.monitor import Detector, Event, StepRecord
 
 MIXTRAL = Path(__file__).resolve().parent.parent / "data/mixtral_8x7b_a100_loss.csv"
@@ -103,3 +106,15 @@ def verdicts(detector: Detector, records: Iterable[StepRecord]) -> list[Event]:
 
 def of_loss(values: Iterable[float | None]) -> list[StepRecord]:
     return [StepRecord(step, loss) for step, loss in enumerate(values)]
+
+
+def require_refused(command: str, text: str, capsys: pytest.CaptureFixture[str]) -> None:
+    """Wrong input is one line on stderr, which begins with `text`, and status 2."""
+    try:
+        status = main(command.split())
+    except SystemExit as stopped:
+        status = int(stopped.code or 0)
+    out, err = capsys.readouterr()
+    assert (status, out) == (2, "")
+    assert err.startswith(f"fastclip: {text}")
+    assert err.count("\n") == 1

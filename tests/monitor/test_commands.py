@@ -19,7 +19,7 @@ from fastclip.cli import main
 from fastclip.commands import logs, replay
 from fastclip.monitor import JSONL, Monitor, StepRecord, monitor, suggest_max_norm
 from fastclip.monitor.log import records
-from tests.monitor.making import changed, healthy, incident_log, mixtral, times
+from tests.monitor.making import changed, healthy, incident_log, mixtral, require_refused, times
 from tests.monitor.report.logs import always_clipped
 
 Capture = pytest.CaptureFixture[str]
@@ -264,14 +264,7 @@ def test_wrong_input_is_one_line_and_status_2(
     saved(tmp_path / "short", healthy(30), garbage="torn")
     names = ("missing", "empty", "garbage", "short")
     paths = {name: str(tmp_path / name) for name in names} | {"folder": str(tmp_path), "log": log}
-    try:
-        status = main(arguments.format(**paths).split())
-    except SystemExit as stopped:
-        status = int(stopped.code or 0)
-    out, err = capsys.readouterr()
-    assert (status, out) == (2, "")
-    assert err.startswith(f"fastclip: {WRONG[arguments].format(**paths)}")
-    assert err.count("\n") == 1
+    require_refused(arguments.format(**paths), WRONG[arguments].format(**paths), capsys)
 
 
 @pytest.mark.parametrize(

@@ -2,7 +2,6 @@
 
 import weakref
 from collections.abc import Callable, Iterable
-from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
 from fastclip.checks import require
@@ -93,12 +92,7 @@ class ActivationWatch:
     def __enter__(self) -> "ActivationWatch":
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        value: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *raised: object) -> None:
         self.remove()
 
 

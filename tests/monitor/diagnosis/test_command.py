@@ -12,7 +12,7 @@ from fastclip.cli import main
 from fastclip.monitor import JSONL, Diagnosis, diagnose
 from fastclip.monitor.diagnosis.result import Evidence
 from tests.monitor.diagnosis.cases import CASES, SINGLE, Case
-from tests.monitor.making import healthy, incident_log
+from tests.monitor.making import healthy, incident_log, require_refused
 from tests.monitor.test_commands import saved
 
 Capture = pytest.CaptureFixture[str]
@@ -134,14 +134,7 @@ def test_wrong_input_is_one_line_and_status_2(
     (tmp_path / "garbage").write_text("nonsense\n[]\n\n" * 30)
     names = ("missing", "empty", "garbage")
     paths = {name: str(tmp_path / name) for name in names} | {"log": log}
-    try:
-        status = main(arguments.format(**paths).split())
-    except SystemExit as stopped:
-        status = int(stopped.code or 0)
-    out, err = capsys.readouterr()
-    assert (status, out) == (2, "")
-    assert err.startswith(f"fastclip: {WRONG[arguments].format(**paths)}")
-    assert err.count("\n") == 1
+    require_refused(arguments.format(**paths), WRONG[arguments].format(**paths), capsys)
 
 
 def test_works_where_there_is_no_torch(log: str, tmp_path: Path) -> None:

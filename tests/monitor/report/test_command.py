@@ -13,7 +13,7 @@ import pytest
 from fastclip.cli import main
 from fastclip.monitor import Monitor
 from fastclip.monitor.log import encode
-from tests.monitor.making import changed, healthy
+from tests.monitor.making import changed, healthy, require_refused
 from tests.monitor.report.logs import NAMES, eventful, figures, layers, plain, saved
 
 Capture = pytest.CaptureFixture[str]
@@ -140,14 +140,8 @@ def test_wrong_input_is_one_line_and_status_2(
         "page": saved(tmp_path / "page.html", healthy(10)),
     }
     before = sorted(tmp_path.iterdir())
-    try:
-        status = main(["report", *arguments.format(**paths).split()])
-    except SystemExit as stopped:
-        status = int(stopped.code or 0)
-    out, err = capsys.readouterr()
-    assert (status, out) == (2, "")
-    assert err.startswith(f"fastclip: {WRONG[arguments].format(**paths)}")
-    assert err.count("\n") == 1
+    command = f"report {arguments.format(**paths)}"
+    require_refused(command, WRONG[arguments].format(**paths), capsys)
     assert sorted(tmp_path.iterdir()) == before
 
 
