@@ -228,12 +228,17 @@ def _call(rank: int, request: Request) -> Any:
     import torch.distributed as dist
 
     torch.manual_seed(0)
+    store = dist.FileStore(request.store, request.size)
     dist.init_process_group(
         "gloo",
-        init_method=f"file://{request.store}",
+        store=store,
         rank=rank,
         world_size=request.size,
         timeout=timedelta(seconds=request.timeout),
     )
+    # A rank that is in while another still connects to it must not die yet: that one's error would
+    # speak of its connection, and of no job.
+    store.set(f"in {rank}", "")
+    store.wait([f"in {other}" for other in range(request.size)])
     module, name = request.job.split(":")
     return getattr(import_module(module), name)(*request.arguments, **request.named)
