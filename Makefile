@@ -87,7 +87,7 @@ test-triton-oldest: $(OLDEST)/.installed
 
 $(OLDEST)/.installed: constraints.txt $(VENV)/.created
 	$(PYTHON) -m venv --clear $(OLDEST)
-	grep -v -e '^triton==' -e '^numpy==' constraints.txt > $(OLDEST)/constraints.txt
+	grep -v -e '^triton' -e '^numpy==' constraints.txt > $(OLDEST)/constraints.txt
 	$(OLDEST)/bin/python -m pip install --quiet --disable-pip-version-check \
 	  --constraint $(OLDEST)/constraints.txt torch triton==3.4.0 numpy==2.2.6 setuptools pytest hypothesis
 	@touch $@
