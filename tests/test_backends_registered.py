@@ -22,8 +22,7 @@ CPU = torch.device("cpu")
 
 
 @pytest.fixture(autouse=True)
-def _as_before(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    monkeypatch.setattr(registry, "_registered", {})
+def _installed_afresh() -> Iterator[None]:
     _forget()
     yield
     _forget()
