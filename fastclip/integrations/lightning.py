@@ -20,6 +20,11 @@ from torch.optim import Optimizer
 from fastclip.clipper import GradClipper
 from fastclip.integrations._clipping import BeforeStep
 from fastclip.integrations._rollback import Rollbacks
+from fastclip.integrations._trainers import (
+    require_going_back,
+    require_monitors,
+    require_suitable,
+)
 from fastclip.monitor import Event, Monitor, RollbackPolicy
 from fastclip.monitor.sinks.scalars import sentence
 from fastclip.policy import Policy
@@ -43,14 +48,6 @@ else:
     Callback = import_module(_framework()).Callback
 
 __all__ = ["GradClipCallback"]
-
-# Their gradients are pieces of flat buffers, or are kept where no parameter shows them.
-_UNSUITABLE = {
-    "FSDPStrategy": "FSDP 1 keeps gradients in flat pieces whose norm no rank knows: use "
-    "ModelParallelStrategy, whose gradients are DTensors",
-    "DeepSpeedStrategy": 'DeepSpeed clips by itself: set "gradient_clipping" in its config',
-    "XLAStrategy": "XLA gradients are not supported",
-}
 
 
 class GradClipCallback(Callback):
@@ -159,25 +156,10 @@ class GradClipCallback(Callback):
         return self._used + (0 if self._rollbacks is None else self._rollbacks.used)
 
     def on_fit_start(self, trainer: "Trainer", pl_module: "LightningModule") -> None:
-        if trainer.gradient_clip_val:
-            raise RuntimeError(
-                f"gradients would be clipped twice, by Trainer(gradient_clip_val="
-                f"{trainer.gradient_clip_val!r}) and by GradClipCallback: leave one of them out"
-            )
-        for kind in type(trainer.strategy).__mro__:
-            if kind.__name__ in _UNSUITABLE:
-                raise RuntimeError(
-                    f"GradClipCallback cannot clip under {kind.__name__}: "
-                    f"{_UNSUITABLE[kind.__name__]}"
-                )
-        count = len(trainer.optimizers)
-        if self.monitors and len(self.monitors) != count:
-            raise ValueError(
-                f"monitor has {len(self.monitors)} for {count} optimizers, whose norms have "
-                "nothing to do with each other: pass a list with one for each, or None"
-            )
+        require_suitable(trainer)
+        require_monitors(trainer, self.monitors)
         if isinstance(self._on_critical, RollbackPolicy):
-            _require_going_back(trainer, pl_module)
+            require_going_back(trainer, pl_module)
 
     def on_train_start(self, trainer: "Trainer", pl_module: "LightningModule") -> None:
         self._build(trainer, pl_module)
@@ -394,19 +376,6 @@ def _tell_of(events: Iterable[Event], what: str) -> bool:
     for event in critical:
         logging.getLogger("fastclip").warning("%s: %s", what, sentence(event))
     return bool(critical)
-
-
-def _require_going_back(trainer: "Trainer", module: "LightningModule") -> None:
-    why = None
-    if not module.automatic_optimization or len(trainer.optimizers) != 1:
-        why = "one optimizer and automatic optimisation"
-    elif trainer.world_size > 1:
-        why = "one process"
-    if why is not None:
-        raise ValueError(
-            f'a RollbackPolicy as on_critical needs {why}: use on_critical="stop", and go on from '
-            "a checkpoint of the trainer"
-        )
 
 
 def _require_count(name: str, value: object, least: int) -> None:

@@ -140,9 +140,7 @@ def test_losses_are_those_of_lightnings_own_clipping(
 
 @pytest.mark.parametrize("kind", ["plain", "fused"])
 @pytest.mark.parametrize("precision", ["32-true", "16-mixed"])
-def test_accumulated_gradients_are_clipped_once(
-    precision: str, kind: str, tmp_path: Path
-) -> None:
+def test_accumulated_gradients_are_clipped_once(precision: str, kind: str, tmp_path: Path) -> None:
     changed: dict[str, Any] = {"precision": precision, "accumulate_grad_batches": 4}
     theirs = Net(lambda own: torch.optim.SGD(own, 0.01, foreach=False))
     trainer(tmp_path, gradient_clip_val=0.5, **changed).fit(theirs, loader(10))

@@ -136,7 +136,11 @@ def test_the_monitor_is_told_of_every_update(tmp_path: Path) -> None:
     with Monitor(sinks=[JSONL(log)]) as monitor:
         callback = GradClipCallback(max_norm=1.0, monitor=monitor)
         run = trainer(
-            tmp_path, callback, precision="16-mixed", accumulate_grad_batches=2, val_check_interval=4
+            tmp_path,
+            callback,
+            precision="16-mixed",
+            accumulate_grad_batches=2,
+            val_check_interval=4,
         )
         run.fit(module, loader(8), loader(1))
     records = list(JSONL(log))
@@ -168,7 +172,9 @@ def test_a_critical_event_stops(tmp_path: Path, caplog: pytest.LogCaptureFixture
 
 @pytest.mark.parametrize("precision", ["32-true", "16-mixed"])
 def test_a_resumed_run_is_the_uninterrupted_one(precision: str, tmp_path: Path) -> None:
-    def run(count: int, log: Path, **changed: Any) -> tuple[Net, GradClipCallback, list[StepRecord]]:
+    def run(
+        count: int, log: Path, **changed: Any
+    ) -> tuple[Net, GradClipCallback, list[StepRecord]]:
         module = Net()
         with Monitor(sinks=[JSONL(log)]) as monitor:
             callback = GradClipCallback(rule=ZClip(warmup=3), monitor=monitor)
