@@ -3,12 +3,9 @@
 import logging
 import math
 import shutil
-import sys
 import warnings
-from collections.abc import Callable, Iterable, Iterator
-from dataclasses import replace
+from collections.abc import Callable, Iterable
 from functools import partial
-from itertools import count
 from pathlib import Path
 from typing import Any, Literal
 
@@ -21,7 +18,8 @@ from fastclip.clipper import GradClipper
 from fastclip.integrations.entries import Entries
 from fastclip.integrations.entries import block_of as block_of
 from fastclip.integrations.losses import Losses
-from fastclip.monitor import Event, Monitor, Recovery, RollbackPolicy
+from fastclip.integrations.rollbacks import Rollbacks
+from fastclip.monitor import Event, Monitor, RollbackPolicy
 from fastclip.policy import Policy
 from fastclip.rules import Rule
 from fastclip.stats import GradStats
@@ -70,8 +68,7 @@ class GradClipCallback(TrainerCallback):  # type: ignore[misc]
     (label smoothing, ``compute_loss_func``, several GPUs in one process) it is that of the log, in
     the steps that are logged. `val_loss` is `eval_loss`.
 
-    `clipper` is the `GradClipper` of the training that goes on, `stats` its statistics of the
-    newest step, and `recovery` the `Recovery`, if there is one.
+    `clipper` is the `GradClipper` of the training, and `stats` are those of the newest step.
 
     Args:
         max_norm, rule, norm_type, nonfinite: those of `GradClipper`.
@@ -120,16 +117,14 @@ class GradClipCallback(TrainerCallback):  # type: ignore[misc]
         self._saving = {"every": every, "keep": keep}
         self._resume_from = resume_from
         self.clipper: GradClipper | None = None
-        self.recovery: Recovery | None = None
         self.stats: GradStats | None = None
         self._losses = Losses()
-        self._steps: Iterator[int] = count()
-        self._loop: Any = None  # the generator of `recovery`
+        self._rollbacks: Rollbacks | None = None
         self._next = 0  # the number of updates in the model
         self._row: dict[str, Any] | None = None  # of the monitor, for the step that is going on
         self._awaited = ""  # what the row still lacks: "loss" or "evaluation"
         self._entries = Entries(layers)
-        self._rollbacks = 0  # of the processes that this run goes on from
+        self._used = 0  # rollbacks of the processes that this run goes on from
 
     def on_train_begin(
         self,
@@ -150,21 +145,31 @@ class GradClipCallback(TrainerCallback):  # type: ignore[misc]
         _require_clippable(args, model)
         self._end()
         self.clipper = self._make_clipper(model)
-        self.stats, self._row, self._next, self._rollbacks = None, None, state.global_step, 0
+        self.stats, self._row, self._next, self._used = None, None, state.global_step, 0
         if state.global_step:
             self._resume(Path(args.output_dir) / f"checkpoint-{state.global_step}")
         self._entries.begin(self.clipper)
         if args.n_gpu <= 1:
             self._losses.attach(model)
-        self._steps = count(self._next)
         if isinstance(self._on_critical, RollbackPolicy):
-            self._begin_recovery(self._on_critical, Path(args.output_dir), model, optimizer)
+            inner, scaler = _unwrapped(optimizer)
+            parts = {"model": model, "clipper": self.clipper, "monitor": self.monitor}
+            self._rollbacks = Rollbacks(
+                Path(args.output_dir) / FOLDER,
+                inner,
+                parts if scaler is None else parts | {"scaler": scaler},
+                self._on_critical,
+                first=self._next,
+                used=self._used,
+                **self._saving,
+            )
 
     def on_step_begin(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
         self._settle(state, control)
-        self._next = next(self._steps)
+        if self._rollbacks is not None:
+            self._next = self._rollbacks.next_step()
 
     def on_pre_optimizer_step(
         self,
@@ -184,7 +189,7 @@ class GradClipCallback(TrainerCallback):  # type: ignore[misc]
         loss = self._losses.take(args.world_size, args.average_tokens_across_devices)
         if self.monitor is None:
             return
-        scale = 1.0 if self.recovery is None else self.recovery.lr_scale
+        scale = 1.0 if self._rollbacks is None else self._rollbacks.recovery.lr_scale
         lr = inner.param_groups[0]["lr"] * scale
         self._row = {"step": self._next, "stats": stats, "loss": loss, "lr": lr}
         self._row["batch"] = state.global_step
@@ -245,11 +250,10 @@ class GradClipCallback(TrainerCallback):  # type: ignore[misc]
         if self.clipper is None or not args.should_save or state.is_hyper_param_search:
             return
         path = Path(args.output_dir) / f"checkpoint-{state.global_step}" / NAME
-        used = 0 if self.recovery is None else len(self.recovery.rollbacks)
         content = {
             "version": VERSION,
             "step": self._next,
-            "rollbacks": self._rollbacks + used,
+            "rollbacks": self._used if self._rollbacks is None else self._rollbacks.used,
             "clipper": self.clipper.state_dict(),
             "monitor": None if self.monitor is None else self.monitor.state_dict(),
         }
@@ -262,33 +266,8 @@ class GradClipCallback(TrainerCallback):  # type: ignore[misc]
     ) -> None:
         self._settle(state, control)
         self._end()
-        if self.recovery is not None and state.is_world_process_zero:
+        if isinstance(self._on_critical, RollbackPolicy) and state.is_world_process_zero:
             shutil.rmtree(Path(args.output_dir) / FOLDER)
-
-    def _begin_recovery(
-        self, policy: RollbackPolicy, folder: Path, model: Any, optimizer: Any
-    ) -> None:
-        from fastclip.monitor.recovery.ranks import Ranks
-
-        inner, scaler = _unwrapped(optimizer)
-        state = {"model": model, "optimizer": inner, "clipper": self.clipper}
-        state["monitor"] = self.monitor
-        if scaler is not None:
-            state["scaler"] = scaler
-        left = max(policy.max_rollbacks - self._rollbacks, 0)
-        folder = folder / FOLDER
-        remove = partial(shutil.rmtree, folder, ignore_errors=not folder.exists())
-        Ranks().first(f"removing {folder}", remove)
-        self.recovery = Recovery(
-            folder,
-            state,
-            replace(policy, max_rollbacks=left),
-            **self._saving,
-            rewinds=False,
-            first=self._next,
-        )
-        self._loop = self.recovery.steps(sys.maxsize)
-        self._steps = (step for step, _ in self._loop)
 
     def _resume(self, folder: Path) -> None:
         assert self.clipper is not None
@@ -309,7 +288,7 @@ class GradClipCallback(TrainerCallback):  # type: ignore[misc]
         self.clipper.load_state_dict(saved["clipper"])
         if self.monitor is not None and saved["monitor"] is not None:
             self.monitor.load_state_dict(saved["monitor"])
-        self._next, self._rollbacks = saved["step"], saved["rollbacks"]
+        self._next, self._used = saved["step"], saved["rollbacks"]
 
     def _settle(self, state: TrainerState, control: TrainerControl) -> None:
         """Observe the row, if there is one. Where the Trainer is about to save, wait for what is
@@ -320,27 +299,26 @@ class GradClipCallback(TrainerCallback):  # type: ignore[misc]
         events = [] if row is None else self.monitor.observe(**row)
         if control.should_save or control.should_training_stop:
             events += self.monitor.flush()
-        if self.recovery is not None:
-            self._roll_back(self.recovery, events, state)
+        if self._rollbacks is not None:
+            self._roll_back(self._rollbacks, events, state)
         elif self._on_critical == "stop":
             _stop(events, state, control)
 
-    def _roll_back(self, recovery: Recovery, events: list[Event], state: TrainerState) -> None:
-        if not recovery.handle(events):
+    def _roll_back(self, rollbacks: Rollbacks, events: list[Event], state: TrainerState) -> None:
+        step = rollbacks.back(events)
+        if step is None:
             return
         assert self.clipper is not None
-        step = self._next
-        self._next = recovery.restore()
         self._entries.begin(self.clipper)
-        entry = {"rolled_back": len(recovery.rollbacks), "updates_lost": step - self._next}
-        _enter(state, entry)
+        _enter(state, {"rolled_back": rollbacks.used, "updates_lost": self._next - step})
+        self._next = step
 
     def _end(self) -> None:
         """What a training has set up; that of one which raised, when the next begins."""
         self._losses.detach()
-        if self._loop is not None:
-            self._loop.close()
-            self._loop = None
+        if self._rollbacks is not None:
+            self._rollbacks.close()
+            self._rollbacks = None
 
 
 def _stop(events: Iterable[Event], state: TrainerState, control: TrainerControl) -> None:
