@@ -1,0 +1,37 @@
+"""Docstrings for the documentation: what pydoc shows as it is becomes Markdown.
+
+An extension of griffe, by which mkdocstrings reads the package without importing it. Sessions
+(``>>>``) and what is indented behind ``::`` become blocks of Python.
+"""
+
+import re
+from typing import Any
+
+from griffe import Extension, Object
+
+_SESSION = re.compile(r"^( *)(?:>>> .*(?:\n\1(?:>>>|\.\.\.).*)*)", re.MULTILINE)
+_BLOCK = re.compile(r"::\n\n((?: {4}.*(?:\n|$)|\n)+)")
+
+
+def markdown(docstring: str) -> str:
+    """The docstring with its code in fences."""
+    return _BLOCK.sub(_fenced_block, _SESSION.sub(_fenced_session, docstring))
+
+
+def _fenced_session(match: re.Match[str]) -> str:
+    indent = match[1]
+    lines = [line.removeprefix(indent)[4:] for line in match[0].splitlines()]
+    return "\n".join(f"{indent}{line}".rstrip() for line in ("```python", *lines, "```"))
+
+
+def _fenced_block(match: re.Match[str]) -> str:
+    code = "\n".join(line[4:] for line in match[1].rstrip().splitlines())
+    return f":\n\n```python\n{code}\n```\n\n"
+
+
+class Docstrings(Extension):
+    """What mkdocs.yml names."""
+
+    def on_object(self, *, obj: Object, **_: Any) -> None:
+        if obj.docstring is not None:
+            obj.docstring.value = markdown(obj.docstring.value)
