@@ -9,8 +9,9 @@ from typing import Any
 
 from griffe import Extension, Object
 
-_SESSION = re.compile(r"^( *)(?:>>> .*(?:\n\1(?:>>>|\.\.\.).*)*)", re.MULTILINE)
+_SESSION = re.compile(r"^( *)>>> .*(?:\n\1\S.*|\n\1 +\S.*)*", re.MULTILINE)
 _BLOCK = re.compile(r"::\n\n((?: {4}.*(?:\n|$)|\n)+)")
+_PROMPT = re.compile(r"^(?:>>>|\.\.\.)(?: |$)")
 
 
 def markdown(docstring: str) -> str:
@@ -19,9 +20,13 @@ def markdown(docstring: str) -> str:
 
 
 def _fenced_session(match: re.Match[str]) -> str:
-    indent = match[1]
-    lines = [line.removeprefix(indent)[4:] for line in match[0].splitlines()]
-    return "\n".join(f"{indent}{line}".rstrip() for line in ("```python", *lines, "```"))
+    """Code to copy; with its prompts where it also shows what is printed."""
+    lines = [line.removeprefix(match[1]) for line in match[0].splitlines()]
+    only_code = all(map(_PROMPT.match, lines))
+    if only_code:
+        lines = [line[4:] for line in lines]
+    fenced = ("```python" if only_code else "```pycon", *lines, "```")
+    return "\n".join(f"{match[1]}{line}".rstrip() for line in fenced)
 
 
 def _fenced_block(match: re.Match[str]) -> str:
