@@ -63,7 +63,7 @@ def _target(path: str, page: str, link: str, config: MkDocsConfig, files: Files)
 def _helped(match: re.Match[str]) -> str:
     out = StringIO()
     before = os.environ.get("COLUMNS")
-    os.environ["COLUMNS"] = "88"  # argparse asks it how wide a terminal is
+    os.environ["COLUMNS"] = "80"  # argparse asks it how wide a terminal is
     try:
         with redirect_stdout(out):
             fastclip(match[1].split()[1:])
