@@ -18,6 +18,9 @@ from fastclip.monitor.records import Event, StepRecord
 from fastclip.monitor.telemetry import Row, Telemetry
 
 if TYPE_CHECKING:
+    from typing_extensions import Unpack
+
+    from fastclip.monitor.observed import Fields
     from fastclip.stats import GradStats
 
 KEPT = 2000  # states to go back to
@@ -117,7 +120,9 @@ class Monitor:
         """Of the newest record; before there is one, of the log that a sink continues."""
         return max(self._attempt, self._logged[0])
 
-    def observe(self, *, step: int, stats: "GradStats | None" = None, **fields: Any) -> list[Event]:
+    def observe(
+        self, *, step: int, stats: "GradStats | None" = None, **fields: "Unpack[Fields]"
+    ) -> list[Event]:
         """Take in what was measured in a step; the events of the records that are complete by now.
 
         Without tensors on a device that is this step's record. With some it is the one of two steps

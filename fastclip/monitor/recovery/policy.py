@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
 
-from fastclip.monitor.records import LEVELS, Event
+from fastclip.monitor.records import LEVELS, Event, Level
 
 _COUNTS = ("confirm", "before", "after", "lr_steps", "max_rollbacks")
 
@@ -28,7 +28,7 @@ class RollbackPolicy:
             all of them. The others go on with the batches that they would have had.
     """
 
-    on: str | Callable[[Event], bool] = "critical"
+    on: Level | Callable[[Event], bool] = "critical"
     confirm: int = 100
     before: int = 1
     after: int = 0
