@@ -7,7 +7,7 @@ PY := $(VENV)/bin/python
 PIP := $(PY) -m pip install --quiet --disable-pip-version-check --constraint constraints.txt
 CXX_FILES = find csrc tests -type f '(' -name '*.cpp' -o -name '*.h' -o -name '*.cu' -o -name '*.cuh' ')'
 
-.PHONY: demo test chromium lint docs bench bench-peers bench-scaling bench-training bench-distributed bench-plan bench-recovery bench-telemetry bench-watches plots gate test-triton-oldest test-torches test-gpu bench-gpu coverage format clean
+.PHONY: demo test chromium lint bench bench-peers bench-scaling bench-training bench-distributed bench-plan bench-recovery bench-telemetry bench-watches plots gate test-triton-oldest test-torches test-gpu bench-gpu coverage format clean
 
 demo: $(VENV)/.installed
 	$(PY) -m fastclip demo
@@ -32,6 +32,7 @@ lint: $(VENV)/.installed
 	$(CXX_FILES) -exec $(VENV)/bin/clang-format --dry-run -Werror {} +
 
 # The documentation in site/, from where it can be opened without a server or a network; a warning is an error.
+.PHONY: docs
 docs: $(VENV)/.installed
 	NO_MKDOCS_2_WARNING=1 $(PY) -m mkdocs build --quiet --strict
 	@echo "open site/index.html"
