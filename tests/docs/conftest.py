@@ -10,7 +10,7 @@ from tests.docs.site import build
 
 @pytest.fixture(scope="session")
 def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The folder with the pages. Fails with what mkdocs says, if it says anything."""
+    """The folder with the pages. Fails with what mkdocs says where it is not content."""
     pytest.importorskip("mkdocs", reason="mkdocs, of the extra docs, is not installed")
     from filelock import FileLock  # which torch needs
 
