@@ -13,6 +13,7 @@ import subprocess
 import sys
 import zipfile
 from collections.abc import Iterator
+from email.message import Message
 from email.parser import Parser
 from pathlib import Path
 
@@ -128,13 +129,19 @@ def faults(wheel: Path) -> Iterator[str]:
     for name in sorted(libraries):
         for path in sorted(set(FOREIGN_PATH.findall(contents[name]))):
             yield f"{name} holds a path of the machine it was built on: {path.decode()}"
-    [metadata] = [name for name in info if name.endswith("/METADATA")]
     if not any(name.endswith("/licenses/LICENSE") for name in info):
         yield "the licence is missing"
-    fields = Parser().parsestr(contents[metadata].decode())
-    needed = [line for line in fields.get_all("Requires-Dist") or () if "extra" not in line]
+    needed = [
+        line for line in metadata(wheel).get_all("Requires-Dist") or () if "extra" not in line
+    ]
     if needed != ["torch>=2.10"]:
         yield f"it needs {', '.join(needed)} rather than torch>=2.10 alone"
+
+
+def metadata(wheel: Path) -> Message:
+    with zipfile.ZipFile(wheel) as file:
+        [name] = [name for name in file.namelist() if name.endswith(".dist-info/METADATA")]
+        return Parser().parsestr(file.read(name).decode())
 
 
 def environment(name: str, *requirements: str | Path) -> Path:

@@ -5,12 +5,14 @@ was not asked for, and the tests of the integrations pass. Then: every extra can
 """
 
 import argparse
+import re
 import shutil
 import subprocess
 import sys
+import zipfile
 from pathlib import Path
 
-from tools.wheel import CONSTRAINTS, DIST, ROOT, WORK, environment, install, run, said
+from tools.wheel import CONSTRAINTS, DIST, ROOT, WORK, environment, install, metadata, said
 
 FRAMEWORKS = ("transformers", "accelerate", "lightning")
 # What somebody who imports the integration of that name has asked for.
@@ -30,17 +32,18 @@ def main(arguments: list[str] | None = None) -> int:
     wheels = list(DIST.glob("*.whl"))
     if len(wheels) != 1:
         raise SystemExit(f"error: there are {len(wheels)} wheels in {DIST}: make wheel")
+    [wheel] = wheels
     torch = next(line for line in CONSTRAINTS.read_text().split() if line.startswith("torch=="))
     programs = environment("beside", torch, *FRAMEWORKS)
     python = programs / "python"
-    add(wheels[0], programs)
-    for name in integrations(python):
+    add(wheel, programs)
+    for name in integrations(wheel):
         own = loaded(python, f"import fastclip.integrations.{name}") - loaded(python, ASKED[name])
         expect(f"what fastclip.integrations.{name} imports", own, {"fastclip"})
     install(programs, "--constraint", CONSTRAINTS, "pytest", "hypothesis")
     run_tests(python)
-    for extra in extras(python):
-        asked = f"torch-fastclip[{extra}] @ {wheels[0].as_uri()}"
+    for extra in metadata(wheel).get_all("Provides-Extra") or ():
+        asked = f"torch-fastclip[{extra}] @ {wheel.as_uri()}"
         dry = ("--dry-run", "--ignore-installed", "--constraint", CONSTRAINTS)
         install(programs, *dry, asked)
     return 0
@@ -69,14 +72,11 @@ def loaded(python: Path, statement: str) -> set[str]:
     return set(said(python, "-c", statement + LOADED).split())
 
 
-def integrations(python: Path) -> list[str]:
-    code = "import pkgutil, fastclip.integrations as i; print(*(m.name for m in pkgutil.iter_modules(i.__path__)))"
-    return [name for name in said(python, "-c", code).split() if not name.startswith("_")]
-
-
-def extras(python: Path) -> list[str]:
-    code = "from importlib.metadata import metadata as m; print(*m('torch-fastclip').get_all('Provides-Extra'))"
-    return said(python, "-c", code).split()
+def integrations(wheel: Path) -> list[str]:
+    """The names of the modules in fastclip.integrations that are for users."""
+    with zipfile.ZipFile(wheel) as file:
+        found = [re.fullmatch(r"fastclip/integrations/([a-z]\w*)\.py", n) for n in file.namelist()]
+    return sorted(match[1] for match in found if match)
 
 
 def expect(what: str, found: set[str], expected: set[str]) -> None:
