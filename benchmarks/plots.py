@@ -1,4 +1,4 @@
-"""`python -m benchmarks.plots`: every picture of docs/performance.md, from the CSVs under results/ alone.
+"""`python -m benchmarks.plots`: every picture of docs/performance.md, from CSVs of results/ alone.
 
 Needs matplotlib (the extra ``bench``) and not torch.
 """
