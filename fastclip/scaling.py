@@ -22,6 +22,9 @@ ORDER = (
     "clipper.clip_(optimizer, scaler=scaler) and scaler.step(optimizer), then scaler.update()"
 )
 
+# Their step asks the framework's scaler, which knows only the optimizer inside.
+_WRAPPERS = ("AcceleratedOptimizer", "LightningOptimizer", "_FabricOptimizer")
+
 
 class WithoutScaler:
     """One step without an enabled scaler: there is nothing to take out, and nobody to tell."""
@@ -172,7 +175,10 @@ def scale_of(optimizer: Any, scaler: Any, policy: str) -> WithoutScaler:
             'nonfinite="zero" would hide from the scaler that its scale is too large: with an '
             'enabled scaler, use "skip"'
         )
-    return WithScaler(scaler, optimizers_of(optimizer))
+    optimizers = optimizers_of(optimizer)
+    for each in optimizers:
+        _refuse_wrapper(each)
+    return WithScaler(scaler, optimizers)
 
 
 def optimizers_of(optimizer: Any) -> list[Optimizer]:
@@ -192,6 +198,19 @@ def optimizers_of(optimizer: Any) -> list[Optimizer]:
     if len(set(map(id, optimizers))) < len(optimizers):
         raise ValueError(f"an optimizer comes twice among the {len(optimizers)} that were passed")
     return optimizers
+
+
+def _refuse_wrapper(optimizer: Optimizer) -> None:
+    """Raise `TypeError` for an optimizer whose step would take the loss scale out once more."""
+    kinds = [kind.__name__ for kind in type(optimizer).__mro__]
+    wrapper = next((name for name in _WRAPPERS if name in kinds), None)
+    if wrapper is not None:
+        raise TypeError(
+            f"{kinds[0]} is a {wrapper}, whose step hands the scaler the optimizer inside, so the "
+            "loss scale would be taken out twice: call clipper.clip_(optimizer.optimizer, "
+            "scaler=scaler) and then optimizer.step(), without scaler.step and scaler.update; in a "
+            "LightningModule use fastclip.integrations.lightning.GradClipCallback"
+        )
 
 
 def claims_flags(optimizer: Optimizer) -> bool:
