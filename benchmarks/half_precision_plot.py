@@ -1,4 +1,4 @@
-"""`python -m benchmarks.half_precision_plot`: docs/half-precision.svg, from the network of that page.
+"""`python -m benchmarks.half_precision_plot`: docs/half-precision.svg, of the network on that page.
 
 Needs matplotlib (the extra ``bench``) and torch. The same numbers come of it every time, up to the
 rounding of the machine, which is finer than the picture.
