@@ -7,7 +7,7 @@ PY := $(VENV)/bin/python
 PIP := $(PY) -m pip install --quiet --disable-pip-version-check --constraint constraints.txt
 CXX_FILES = find csrc tests -type f '(' -name '*.cpp' -o -name '*.h' -o -name '*.cu' -o -name '*.cuh' ')'
 
-.PHONY: demo test chromium lint bench bench-peers bench-scaling bench-training bench-distributed bench-plan bench-recovery bench-telemetry bench-watches plots gate test-triton-oldest test-torches test-gpu bench-gpu coverage format clean
+.PHONY: demo test chromium lint docs bench bench-peers bench-scaling bench-training bench-distributed bench-plan bench-recovery bench-telemetry bench-watches plots gate test-triton-oldest test-torches test-gpu bench-gpu coverage format clean
 
 demo: $(VENV)/.installed
 	$(PY) -m fastclip demo
@@ -30,6 +30,11 @@ lint: $(VENV)/.installed
 	$(PY) -m mypy
 	$(PY) tools/sizes.py
 	$(CXX_FILES) -exec $(VENV)/bin/clang-format --dry-run -Werror {} +
+
+# The documentation in site/, from where it can be opened without a server or a network; a warning is an error.
+docs: $(VENV)/.installed
+	NO_MKDOCS_2_WARNING=1 $(PY) -m mkdocs build --quiet --strict
+	@echo "open site/index.html"
 
 # Every row that ends soon, raced and handed to pytest-benchmark, then compared with the committed run; 15 minutes
 # on two cores. One row: make bench BENCH='-k gpt2-small-float32'. Those that take long, too: make bench BENCH=--every
@@ -131,7 +136,7 @@ format: $(VENV)/.installed
 	$(CXX_FILES) -exec $(VENV)/bin/clang-format -i {} +
 
 clean:
-	rm -rf $(VENV) $(PEERS) .venv-triton-oldest .torches build dist *.egg-info .coverage .hypothesis .mypy_cache .pytest_cache .ruff_cache
+	rm -rf $(VENV) $(PEERS) .venv-triton-oldest .torches build dist site *.egg-info .coverage .hypothesis .mypy_cache .pytest_cache .ruff_cache
 
 # FASTCLIP_BUILD=0: in a checkout the C++ is compiled at first use, so that it is never older than csrc.
 $(VENV)/.installed: pyproject.toml setup.py constraints.txt $(VENV)/.created

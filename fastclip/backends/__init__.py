@@ -19,6 +19,17 @@ from fastclip.backends.contract import Backend as Backend
 from fastclip.backends.contract import Refused as Refused
 from fastclip.backends.contract import Unavailable as Unavailable
 
+__all__ = [
+    "Backend",
+    "Refused",
+    "Unavailable",
+    "available",
+    "backend",
+    "choose",
+    "explain",
+    "get",
+]
+
 _MODULES = {"reference": "reference", "cpu": "native", "triton": "triton", "cuda": "cuda"}
 
 # Per device type, best first; any other device has the reference alone.

@@ -45,10 +45,12 @@ class Monitor:
     >>> with Monitor(sinks=[JSONL("run.jsonl")]) as monitor:
     ...     events = monitor.observe(step=step, loss=loss, stats=stats)
 
-    `detectors`: None means `default_detectors()`, an empty list none. Events of one record come in
-    the order of the detectors, each with the onset that the normal bands (`Bands`) tell.
-    `telemetry` says how long numbers on a device are waited for; None means `Telemetry()`. Of each
-    of `watches` what it measured is taken along.
+    Args:
+        detectors: None means `default_detectors()`, an empty list none. Events of one record come
+            in their order, each with the onset that the normal bands tell.
+        sinks: where records and events go.
+        telemetry: how long numbers on a device are waited for; None means `Telemetry()`.
+        watches: of each of them what it measured is taken along.
 
     Where the step is not larger than the one before it, a new attempt begins: `attempt` grows by
     one, and detectors and bands take up the state they had before that step. The states of the
