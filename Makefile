@@ -64,6 +64,7 @@ plots: $(VENV)/.installed
 	$(PY) -m benchmarks.plots
 	$(PY) -m benchmarks.ablation_plot
 	$(PY) -m benchmarks.fault_lab_plot
+	$(PY) -m benchmarks.half_precision_plot
 
 gate: $(VENV)/.installed
 	$(PY) -m benchmarks.gate
