@@ -31,6 +31,12 @@ lint: $(VENV)/.installed
 	$(PY) tools/sizes.py
 	$(CXX_FILES) -exec $(VENV)/bin/clang-format --dry-run -Werror {} +
 
+# The documentation in site/, from where it can be opened without a server or a network; a warning is an error.
+.PHONY: docs
+docs: $(VENV)/.installed
+	NO_MKDOCS_2_WARNING=1 $(PY) -m mkdocs build --strict
+	@echo "open site/index.html"
+
 # Every row that ends soon, raced and handed to pytest-benchmark, then compared with the committed run; 15 minutes
 # on two cores. One row: make bench BENCH='-k gpt2-small-float32'. Those that take long, too: make bench BENCH=--every
 BENCH :=
@@ -130,7 +136,7 @@ format: $(VENV)/.installed
 	$(CXX_FILES) -exec $(VENV)/bin/clang-format -i {} +
 
 clean:
-	rm -rf $(VENV) $(PEERS) .venv-triton-oldest .torches build dist *.egg-info .coverage .hypothesis .mypy_cache .pytest_cache .ruff_cache
+	rm -rf $(VENV) $(PEERS) .venv-triton-oldest .torches build dist site *.egg-info .coverage .hypothesis .mypy_cache .pytest_cache .ruff_cache
 
 # FASTCLIP_BUILD=0: in a checkout the C++ is compiled at first use, so that it is never older than csrc.
 $(VENV)/.installed: pyproject.toml setup.py constraints.txt $(VENV)/.created

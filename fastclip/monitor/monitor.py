@@ -18,6 +18,9 @@ from fastclip.monitor.records import Event, StepRecord
 from fastclip.monitor.telemetry import Row, Telemetry
 
 if TYPE_CHECKING:
+    from typing_extensions import Unpack
+
+    from fastclip.monitor.observed import Fields
     from fastclip.stats import GradStats
 
 KEPT = 2000  # states to go back to
@@ -45,10 +48,12 @@ class Monitor:
     >>> with Monitor(sinks=[JSONL("run.jsonl")]) as monitor:
     ...     events = monitor.observe(step=step, loss=loss, stats=stats)
 
-    `detectors`: None means `default_detectors()`, an empty list none. Events of one record come in
-    the order of the detectors, each with the onset that the normal bands (`Bands`) tell.
-    `telemetry` says how long numbers on a device are waited for; None means `Telemetry()`. Of each
-    of `watches` what it measured is taken along.
+    Args:
+        detectors: None means `default_detectors()`, an empty list none. Events of one record come
+            in their order, each with the onset that the normal bands tell.
+        sinks: where records and events go.
+        telemetry: how long numbers on a device are waited for; None means `Telemetry()`.
+        watches: of each of them what it measured is taken along.
 
     Where the step is not larger than the one before it, a new attempt begins: `attempt` grows by
     one, and detectors and bands take up the state they had before that step. The states of the
@@ -115,7 +120,9 @@ class Monitor:
         """Of the newest record; before there is one, of the log that a sink continues."""
         return max(self._attempt, self._logged[0])
 
-    def observe(self, *, step: int, stats: "GradStats | None" = None, **fields: Any) -> list[Event]:
+    def observe(
+        self, *, step: int, stats: "GradStats | None" = None, **fields: "Unpack[Fields]"
+    ) -> list[Event]:
         """Take in what was measured in a step; the events of the records that are complete by now.
 
         Without tensors on a device that is this step's record. With some it is the one of two steps
