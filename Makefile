@@ -7,7 +7,7 @@ PY := $(VENV)/bin/python
 PIP := $(PY) -m pip install --quiet --disable-pip-version-check --constraint constraints.txt
 CXX_FILES = find csrc tests -type f '(' -name '*.cpp' -o -name '*.h' -o -name '*.cu' -o -name '*.cuh' ')'
 
-.PHONY: demo test chromium lint bench bench-peers bench-scaling bench-training bench-distributed bench-plan bench-recovery bench-telemetry bench-watches plots gate test-triton-oldest test-torches test-gpu bench-gpu coverage format clean
+.PHONY: demo test chromium lint docs bench bench-peers bench-scaling bench-training bench-distributed bench-plan bench-recovery bench-telemetry bench-watches plots gate test-triton-oldest test-torches test-gpu bench-gpu wheel wheel-beside coverage format clean
 
 demo: $(VENV)/.installed
 	$(PY) -m fastclip demo
@@ -30,6 +30,11 @@ lint: $(VENV)/.installed
 	$(PY) -m mypy
 	$(PY) tools/sizes.py
 	$(CXX_FILES) -exec $(VENV)/bin/clang-format --dry-run -Werror {} +
+
+# The documentation in site/, from where it can be opened without a server or a network; a warning is an error.
+docs: $(VENV)/.installed
+	NO_MKDOCS_2_WARNING=1 $(PY) -m mkdocs build --strict
+	@echo "open site/index.html"
 
 # Every row that ends soon, raced and handed to pytest-benchmark, then compared with the committed run; 15 minutes
 # on two cores. One row: make bench BENCH='-k gpt2-small-float32'. Those that take long, too: make bench BENCH=--every
@@ -59,6 +64,7 @@ plots: $(VENV)/.installed
 	$(PY) -m benchmarks.plots
 	$(PY) -m benchmarks.ablation_plot
 	$(PY) -m benchmarks.fault_lab_plot
+	$(PY) -m benchmarks.half_precision_plot
 
 gate: $(VENV)/.installed
 	$(PY) -m benchmarks.gate
@@ -121,6 +127,15 @@ test-gpu:
 bench-gpu:
 	timeout 480 $(GPU_PYTHON) -m benchmarks.gpu
 
+# For a release: sdist and wheel, audited, and the wheel tried where there is torch alone; two minutes on two cores.
+# With the CUDA kernels in it, too, if there is nvcc: make wheel FASTCLIP_BUILD_CUDA=1
+wheel: $(VENV)/.installed
+	$(PY) -m tools.wheel
+
+# That wheel beside the newest transformers, accelerate and Lightning: a new environment with all of them.
+wheel-beside: wheel
+	$(PY) -m tools.wheel_beside
+
 coverage: $(VENV)/.installed
 	$(SHARED) --cov --cov-report=; shared=$$?; $(ALONE) --cov --cov-append && exit $$shared
 
@@ -130,7 +145,7 @@ format: $(VENV)/.installed
 	$(CXX_FILES) -exec $(VENV)/bin/clang-format -i {} +
 
 clean:
-	rm -rf $(VENV) $(PEERS) .venv-triton-oldest .torches build dist *.egg-info .coverage .hypothesis .mypy_cache .pytest_cache .ruff_cache
+	rm -rf $(VENV) $(PEERS) .venv-triton-oldest .torches build dist site *.egg-info .coverage .hypothesis .mypy_cache .pytest_cache .ruff_cache
 
 # FASTCLIP_BUILD=0: in a checkout the C++ is compiled at first use, so that it is never older than csrc.
 $(VENV)/.installed: pyproject.toml setup.py constraints.txt $(VENV)/.created

@@ -83,10 +83,23 @@ def get_total_norm(
     error_if_nonfinite: bool = False,
     foreach: bool | None = None,
 ) -> Tensor:
-    """The norm of all `tensors` as one vector, 0-d, on the first one's device.
+    """The norm of all `tensors` as one vector. Nothing is changed.
 
-    Arguments, dtype of the result and errors as in `clip_grad_norm_`, but the tensors are measured
-    themselves and not their ``.grad``; None entries are skipped. Nothing is changed.
+    Args:
+        tensors: a Tensor, or an iterable of Tensors or of ``(name, Tensor)`` pairs, which are
+            measured themselves and not their ``.grad``; None entries are skipped.
+        norm_type: the order p of the norm, any number or ``"inf"``; 0 counts non-zero elements.
+        error_if_nonfinite: raise if an element is NaN or infinite; waits for the device.
+        foreach: accepted for compatibility, has no effect.
+
+    Returns:
+        The norm, of the dtype and on the device that `clip_grad_norm_` tells of.
+
+    Raises:
+        ValueError: `norm_type` is NaN.
+        TypeError: the dtype, layout or type of a tensor is not supported.
+        RuntimeError: a tensor's elements share memory; or `error_if_nonfinite` found a NaN or an
+            infinity, and the message names the tensors.
     """
     listed = gradients.of_tensors(tensors)
     with listed.attended():
@@ -108,8 +121,19 @@ def clip_grads_with_norm_(
 ) -> None:
     """Rescale all gradients in place by ``min(1, max_norm / (total_norm + 1e-6))``.
 
-    `total_norm` is a number or a one-element Tensor, say from `get_total_norm` and reduced over
-    processes; other arguments and errors as in `clip_grad_norm_`.
+    When that is 1 none of them is written.
+
+    Args:
+        parameters: what to rescale the gradients of, as in `clip_grad_norm_`.
+        max_norm: the threshold, as in `clip_grad_norm_`.
+        total_norm: a number of at least 0 or a one-element Tensor, whose value is not checked; say
+            from `get_total_norm` and reduced over processes.
+        foreach: accepted for compatibility, has no effect.
+
+    Raises:
+        ValueError: `max_norm` or `total_norm` is negative or NaN, or has not one element.
+        TypeError: a gradient's dtype, layout or type is not supported.
+        RuntimeError: a gradient's elements share memory. No gradient has been changed.
     """
     limit = _max_norm(max_norm)
     if not isinstance(total_norm, Tensor):
@@ -135,6 +159,11 @@ def clip_grad_value_(
     """Clamp every gradient element in place to ``[-clip_value, clip_value]``; NaN stays NaN.
 
     Sparse gradients are clamped by their coalesced values, DTensors without a collective.
+
+    Args:
+        parameters: what to clamp the gradients of, as in `clip_grad_norm_`.
+        clip_value: the largest magnitude of an element, a number of at least 0.
+        foreach: accepted for compatibility, has no effect.
 
     Raises:
         ValueError: `clip_value` is negative or NaN.
@@ -168,8 +197,17 @@ def grad_stats(parameters: Parameters, norm_type: float | str = 2.0) -> GradStat
     >>> stats = fastclip.grad_stats(model)
     >>> print(stats.cpu())
 
-    Nothing is changed and nothing waits for the device. Arguments and errors as in
-    `clip_grad_norm_`; parameters without a gradient have no row.
+    Nothing is changed and nothing waits for the device.
+
+    Args:
+        parameters: what to measure the gradients of, as in `clip_grad_norm_`; without a gradient a
+            parameter has no row.
+        norm_type: the order p of the norms, any number or ``"inf"``.
+
+    Raises:
+        ValueError: `norm_type` is NaN.
+        TypeError: a gradient's dtype, layout or type is not supported.
+        RuntimeError: a gradient's elements share memory.
     """
     listed = gradients.of_parameters(parameters)
     with listed.attended():

@@ -23,7 +23,17 @@ By = Literal["norm", "max_abs", "nonfinite", "zero"]
 
 
 class LayerStats(NamedTuple):
-    """One row: Python numbers. `nan`, `inf` and `zero` count elements."""
+    """One row of `GradStats`, in Python numbers.
+
+    Attributes:
+        name: of the parameter, or its position.
+        numel: elements.
+        norm: of the order of the statistics.
+        max_abs: the largest finite magnitude, 0 if there is none.
+        nan: elements that are NaN.
+        inf: elements that are infinite.
+        zero: elements that are zero.
+    """
 
     name: str
     numel: int
@@ -38,15 +48,30 @@ class LayerStats(NamedTuple):
 class GradStats:
     """A view over the table of statistics, on the gradients' device until `cpu` is called.
 
-    Of n gradients, all before clipping and without a loss scale: `names` and `numel` (tuples);
-    `norms`, `max_abs` (over finite elements), `nan_count`, `inf_count` and `zero_count` (``[n]``);
-    `total_norm` and `nonfinite_count` (0-d). What was decided: `threshold` and the `coef` computed
-    from it (0-d, or ``[n]`` for rules that clip each tensor), `clipped` and `skipped` (0-d bool),
-    `found_inf` (0-d float32, 0.0 or 1.0).
+    Of n gradients, all before clipping and without a loss scale:
 
-    `threshold` is inf where a rule did not bind, or the rule's `max_norm` if it has one. Of a
-    clipper with ``nonfinite="zero"``, `norms` and `total_norm` are of what is left, while the
-    counts and `nonfinite` say what was found.
+    | attribute         | shape       | meaning                                                   |
+    |-------------------|-------------|-----------------------------------------------------------|
+    | `names`           | n str       | of the parameters, or positions "0", "1", ...             |
+    | `numel`           | n int       | elements                                                  |
+    | `norms`           | ``[n]``     | of the order `norm_type`                                  |
+    | `max_abs`         | ``[n]``     | the largest finite magnitude, 0 if there is none          |
+    | `nan_count`       | ``[n]``     | elements that are NaN                                     |
+    | `inf_count`       | ``[n]``     | elements that are infinite                                |
+    | `zero_count`      | ``[n]``     | elements that are zero                                    |
+    | `total_norm`      | 0-d         | of all as one vector                                      |
+    | `nonfinite_count` | 0-d         | elements that are NaN or infinite                         |
+    | `threshold`       | 0-d, ``[n]``| what `coef` was computed from                             |
+    | `coef`            | 0-d, ``[n]``| what gradients are multiplied by                          |
+    | `clipped`         | 0-d bool    | whether a coefficient is under 1                          |
+    | `skipped`         | 0-d bool    | whether the step was left out                             |
+    | `found_inf`       | 0-d float32 | 1.0 where the step should not be taken as it is, else 0.0 |
+    | `inv_scale`       | 0-d float32 | 1 over the loss scale a clipper was told of, or None      |
+
+    `threshold` and `coef` are ``[n]`` of rules that clip each tensor. `threshold` is inf where a
+    rule did not bind, or the rule's `max_norm` if it has one. Of a clipper with
+    ``nonfinite="zero"``, `norms` and `total_norm` are of what is left, while the counts and
+    `nonfinite` say what was found.
 
     `fastclip.grad_stats` decides nothing: there `coef` is 1, `threshold` inf, `clipped` and
     `skipped` are false, and `found_inf` tells whether an element is not finite.
@@ -54,8 +79,6 @@ class GradStats:
     Norms, maxima and coefficients are float32, float64 where any gradient is; counts are int64.
     Nothing waits for the device but `cpu`. `layers`, `worst`, `nonfinite`, `by_rank`, `grouped` and
     `as_dict` are for an object on the host and raise `RuntimeError` elsewhere.
-
-    `inv_scale` is 1 over the loss scale that a clipper's step was told of (0-d float32), or None.
 
     Of gradients that several processes hold (DTensors, process groups) all this is of the whole
     tensors, and the same on every process; `by_rank` tells what each one held.
@@ -181,7 +204,8 @@ class GradStats:
     def worst(self, k: int = 5, by: By = "norm") -> list[LayerStats]:
         """The k first layers by norm, maximum, number of non-finite elements or share of zeros.
 
-        NaN comes before infinity and that before numbers; ties stay in order.
+        NaN comes before infinity and that before numbers; ties stay in order. Raises `ValueError`
+        for another `by` and for a negative `k`.
         """
         keys: dict[str, Callable[[LayerStats], float]] = {
             "norm": lambda layer: layer.norm,
@@ -222,7 +246,8 @@ class GradStats:
         """The same by module: gradients whose names agree in the first `depth` parts, or for which
         ``depth(name)`` is equal, become one row. A name of fewer parts stands for itself.
 
-        A coefficient or threshold per tensor becomes the smallest of its group.
+        A coefficient or threshold per tensor becomes the smallest of its group. Raises `ValueError`
+        for a `depth` under 1.
         """
         self._require_host("grouped()")
         if not callable(depth) and depth < 1:

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from fastclip.cli import main as fastclip
-from tests.monitor.report.browser import browser, missing
+from tests.browser import browser, missing
 
 ROOT = Path(__file__).resolve().parent.parent
 STEPS, BAD = 400, 290

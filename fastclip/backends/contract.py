@@ -49,27 +49,31 @@ class Backend:
     """Functions on a list of tensors of one device that share no memory, and none of which waits
     for that device or reads an element more than once per pass.
 
-    measure(grads, p, inv_scale)
-        The table, float64 ``[n, 5]``, of ``x * inv_scale``; `inv_scale` is a 0-d tensor or None.
-    scale_(grads, coef)
-        Multiply by `coef`, float64, 0-d or ``[n]``; a coefficient of exactly 1 writes nothing.
-    clip_(grads, p, max_norm, inv_scale, skip=False)
-        Both for one global threshold, a float or a 0-d tensor: the table, the total norm in
-        `table.result_dtype` and the coefficient in float64, 0-d each. Writes
-        ``x * coef * inv_scale``, and nothing when that factor is 1. With `skip`, an element that is
-        not finite means that nothing is written and that the coefficient is 1.
-    quick_measure, quick_scale_, quick_clip_
-        The same for a list as the caller passed it: None (False), with nothing touched, if it is
-        anything but plain distinct tensors that the kernels serve as they are. They save looking at
-        each tensor in Python, which costs more than a small tensor itself.
-    quick_measure_units(grads, p, inv_scale)
-        quick_measure, and of each tensor's units (the slices along its first dimension; a tensor of
-        fewer than two is one) the 2-norms as they are stored: float64 ``[units]``, one tensor after
-        the other. Without it units are the reference's (`backends.units`).
-    quick_unit_norms(tensors)
-        Those norms alone, also of tensors that share memory.
-    quick_scale_units_(grads, coef)
-        quick_scale_ with a coefficient for each unit, float64 ``[units]``.
+    Args:
+        name: by which it is asked for.
+        device_types: of the tensors it serves: "cpu", "cuda"; None: of any.
+        about: what it is made of, in words for `explain`.
+        measure: ``(grads, p, inv_scale)``: the table, float64 ``[n, 5]``, of ``x * inv_scale``;
+            `inv_scale` is a 0-d tensor or None.
+        scale_: ``(grads, coef)``: multiply by `coef`, float64, 0-d or ``[n]``; a coefficient of
+            exactly 1 writes nothing.
+        clip_: ``(grads, p, max_norm, inv_scale, skip=False)``: both for one global threshold, a
+            float or a 0-d tensor: the table, the total norm in `table.result_dtype` and the
+            coefficient in float64, 0-d each. Writes ``x * coef * inv_scale``, and nothing when
+            that factor is 1. With `skip`, an element that is not finite means that nothing is
+            written and that the coefficient is 1.
+        quick_measure: `measure` for a list as the caller passed it: None, with nothing touched, if
+            it is anything but plain distinct tensors that the kernels serve as they are. That
+            saves looking at each tensor in Python, which costs more than a small tensor itself.
+        quick_scale_: the same of `scale_`; False if it is anything else.
+        quick_clip_: the same of `clip_`.
+        quick_measure_units: ``(grads, p, inv_scale)``: `quick_measure`, and of each tensor's units
+            (the slices along its first dimension; a tensor of fewer than two is one) the 2-norms
+            as they are stored: float64 ``[units]``, one tensor after the other. Without it units
+            are the reference's (`backends.units`).
+        quick_unit_norms: ``(tensors)``: those norms alone, also of tensors that share memory.
+        quick_scale_units_: ``(grads, coef)``: `quick_scale_` with a coefficient for each unit,
+            float64 ``[units]``.
     """
 
     name: str

@@ -16,8 +16,12 @@ RATES = (0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5)
 class Calibration(NamedTuple):
     """A threshold and how much can be made of it.
 
-    `max_norm`; `clip_rate`, the share of the norms above it; `samples`, how many norms there were;
-    `drift`, the median norm of the second half over that of the first; `warnings`, sentences.
+    Attributes:
+        max_norm: the threshold, in the unit of the norms.
+        clip_rate: the share of the norms above it.
+        samples: how many norms there were.
+        drift: the median norm of the second half over that of the first.
+        warnings: sentences.
     """
 
     max_norm: float
@@ -32,10 +36,14 @@ def suggest_max_norm(norms: Iterable[float | None], clip_rate: float = 0.01) -> 
 
     >>> suggest_max_norm(record.grad_norm for record in JSONL("run.jsonl")).max_norm
 
-    `norms`: gradient norms before clipping, in the order of the steps; missing and non-finite ones
-    are left out. Those of a warm-up count like all others: better leave them out as well. Raises
-    `ValueError` for a `clip_rate` outside (0, 1), and for fewer than ``10 / clip_rate`` norms: a
-    share of them cannot be told from chance.
+    Args:
+        norms: gradient norms before clipping, in the order of the steps; missing and non-finite
+            ones are left out. Those of a warm-up count like all others: better leave them out too.
+        clip_rate: the share of steps to clip, over 0 and under 1.
+
+    Raises:
+        ValueError: `clip_rate` is out of its range, or there are fewer than ``10 / clip_rate``
+            norms, a share of which cannot be told from chance.
     """
     require("clip_rate", clip_rate, "a share over 0 and under 1", lambda x: 0 < x < 1)
     kept = _usable(norms)

@@ -12,9 +12,13 @@ LEVELS: tuple[Level, ...] = ("info", "warn", "critical")  # ascending
 class LayerRow(NamedTuple):
     """One layer in one step: its gradient before clipping, and its parameter.
 
-    `norm` and `max_abs` (over finite elements) of the gradient, without a loss scale; `nonfinite`,
-    the share of its elements that are NaN or infinite; `param_norm` after the update;
-    `update_ratio`, the norm of the update over that of the parameter before it.
+    Attributes:
+        name: of the parameter.
+        norm: of the gradient, without a loss scale.
+        max_abs: the largest finite magnitude in the gradient, without a loss scale.
+        nonfinite: the share of the gradient's elements that are NaN or infinite, 0 to 1.
+        param_norm: the 2-norm of the parameter after the update.
+        update_ratio: the 2-norm of the update over that of the parameter before it.
     """
 
     name: str
@@ -32,26 +36,24 @@ COLUMNS = LayerRow._fields[1:]  # the numbers of a layer
 class StepRecord:
     """What was measured in one step. Everything but `step` may be missing: None.
 
-    ==================  =========  =========================================================
-    field               update     meaning
-    ==================  =========  =========================================================
-    `step`                         the number of updates before this one
-    `loss`              before     of the training batch
-    `val_loss`          after      on validation data
-    `grad_norm`         before     of all gradients, before clipping, without a loss scale
-    `clip_coef`         before     what gradients were multiplied by; the smallest if they differ
-    `clipped`           before     whether any gradient was multiplied by less than 1
-    `lr`                during     the learning rate of this update
-    `loss_scale`        before     the scale that this step's loss was multiplied by
-    `nonfinite_count`   before     gradient elements that are NaN or infinite
-    `skipped`           during     whether the update was left out
-    `activation_max`    before     the largest magnitude among the activations
-    `param_norm`        after      of all parameters
-    `update_ratio`      after      norm of the update over that of the parameters before it
-    `batch`                        number or description of the batch, of what JSON has
-    `attempt`                      rollbacks before this step; (attempt, step) is unique
-    `layers`            see there  one `LayerRow` per layer; only some records have them
-    ==================  =========  =========================================================
+    | field             | update    | meaning                                                     |
+    |-------------------|-----------|-------------------------------------------------------------|
+    | `step`            |           | the number of updates before this one                       |
+    | `loss`            | before    | of the training batch                                       |
+    | `val_loss`        | after     | on validation data                                          |
+    | `grad_norm`       | before    | of all gradients, before clipping, without a loss scale     |
+    | `clip_coef`       | before    | what gradients were multiplied by, the smallest; 0 to 1     |
+    | `clipped`         | before    | whether any gradient was multiplied by less than 1          |
+    | `lr`              | during    | the learning rate of this update                            |
+    | `loss_scale`      | before    | the scale that this step's loss was multiplied by           |
+    | `nonfinite_count` | before    | gradient elements that are NaN or infinite                  |
+    | `skipped`         | during    | whether the update was left out                             |
+    | `activation_max`  | before    | the largest magnitude among the activations                 |
+    | `param_norm`      | after     | 2-norm of all parameters                                    |
+    | `update_ratio`    | after     | 2-norm of the update over that of the parameters before it  |
+    | `batch`           |           | number or description of the batch, of what JSON has        |
+    | `attempt`         |           | rollbacks before this step; (attempt, step) is unique       |
+    | `layers`          | see there | one `LayerRow` per layer; only some records have them       |
 
     The second column says whether a metric is of the model before or after the update of this step:
     a bad update shows in those from before it one record later. All of a record is of one call of
@@ -85,7 +87,9 @@ class Event:
 
     `kind` is the detector's, `value` is what was judged and `baseline` what against, both in the
     unit of `metric`. `onset` is the first step at which any metric left its normal band, and
-    `onset_metric` says which; a detector leaves both to the Monitor.
+    `onset_metric` says which; a detector leaves both to the Monitor. `message` is a sentence.
+
+    Raises `ValueError` for a level that is not "info", "warn" or "critical".
     """
 
     step: int

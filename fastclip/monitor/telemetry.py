@@ -26,15 +26,20 @@ class Telemetry:
 
     >>> monitor = Monitor(telemetry=Telemetry(lag=2, layers_every=50))
 
-    `lag`: a row is handed out, as a record, exactly so many calls of `observe` after its own,
-    whether it was ready before or not, so that every process does the same at the same step. 0: at
-    once, which waits for the device. None: 2 for rows with a tensor that is on a device, 0 for
-    others, though never before an earlier row.
-
-    `layers_every`: each so many records one carries rows of layers; 0: none but those given to
-    `observe`. `layers_before`: where a record has an event, so many before it are given theirs.
-
     One Telemetry belongs to one Monitor.
+
+    Args:
+        lag: a row is handed out, as a record, exactly so many calls of `observe` after its own,
+            whether it was ready before or not, so that every process does the same at the same
+            step. 0: at once, which waits for the device. None: 2 for rows with a tensor that is on
+            a device, 0 for others, though never before an earlier row.
+        layers_every: each so many records one carries rows of layers; 0: none but those given to
+            `observe`.
+        layers_before: where a record has an event, so many before it are given theirs.
+
+    Raises:
+        TypeError: one of them is no whole number.
+        ValueError: one of them is negative.
     """
 
     def __init__(

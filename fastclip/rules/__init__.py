@@ -1,13 +1,13 @@
 """Rules: from norms to coefficients.
 
-====================  ============================================================================
-`MaxNorm`             one threshold for the global norm
-`AGC`                 one per unit (row): a share of the parameter's own norm
-`AdaGC`               one per tensor: a little over the running mean of its clipped norms
-`ZClip`               for the global norm, by its z-score against running mean and variance
-`LogZ`                for the global norm, by the z-score of its logarithm
-`AutoClip`            for the global norm, a percentile of the last ones
-====================  ============================================================================
+| rule       | threshold                                                                |
+|------------|--------------------------------------------------------------------------|
+| `MaxNorm`  | one for the global norm                                                  |
+| `AGC`      | one per unit (row): a share of the parameter's own norm                  |
+| `AdaGC`    | one per tensor: a little over the running mean of its clipped norms      |
+| `ZClip`    | for the global norm, by its z-score against running mean and variance    |
+| `LogZ`     | for the global norm, by the z-score of its logarithm                     |
+| `AutoClip` | for the global norm, a percentile of the last ones                       |
 
 A rule is a pure function of what was measured and of a dict of state tensors. It runs on the
 device, never waits for it, and keeps NaN and infinities out of its state (see `Rule`). One's own

@@ -35,6 +35,17 @@ class AdaGC:
 
     `threshold` is ``ratio * gamma``, and in warm-up `max_norm`, of the global norm, or infinity.
     State: gamma (float64) and count (int64), ``[n]``.
+
+    Args:
+        ratio: of the threshold to gamma, over 0.
+        beta: the share of gamma that a step keeps, at least 0 and under 1.
+        warmup: steps of a tensor that are clipped by the global norm.
+        max_norm: the threshold of the global norm in warm-up; None: none.
+        eps: added to the norm that is divided by, at least 0, in its unit.
+
+    Raises:
+        TypeError: a setting is of another type.
+        ValueError: a setting is out of its range.
     """
 
     ratio: float = 1.04

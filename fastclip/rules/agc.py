@@ -33,9 +33,15 @@ class AGC:
     Of DTensors the units are those of the whole tensor. Sums of squares of units that lie on
     several processes are added over these, in one collective for each set of them.
 
-    Raises `UnsuitableGradient`, a `TypeError`, for sparse and complex gradients, for those that do
-    not have an element of their own for each of the parameter's, and for DTensors that are partial
-    or otherwise not placed as their parameter.
+    Args:
+        clip_factor: the largest norm of a unit's gradient, as a share of its parameter's; over 0.
+        eps: the least norm of a parameter's unit that is counted with, at least 0.
+
+    Raises:
+        TypeError: a setting is of another type. In a step `UnsuitableGradient`, a `TypeError`: a
+            gradient is sparse or complex, or has not an element of its own for each of the
+            parameter's; or a DTensor is partial or otherwise not placed as its parameter.
+        ValueError: a setting is out of its range.
     """
 
     clip_factor: float = 0.01

@@ -26,6 +26,15 @@ class AutoClip:
     percentile of about 80.
 
     State: norms (float64 ``[window]``, a ring, 0 where not filled yet) and count (int64, 0-d).
+
+    Args:
+        percentile: from 0 to 100.
+        window: how many norms are remembered, at least 1.
+        max_norm: the most that the threshold may be; None: no such cap.
+
+    Raises:
+        TypeError: a setting is of another type.
+        ValueError: a setting is out of its range.
     """
 
     percentile: float = 10.0

@@ -48,6 +48,16 @@ class LogZ:
 
     State, 0-d: mean (m), spread (the sum of ``w * (x - m)**2``) and weight (the sum of w), float64;
     count, int64. After the log-normal rule of arXiv 1804.09849, which discards such steps.
+
+    Args:
+        k: standard deviations of log N above its mean, at least 0.
+        halflife: steps after which a norm has half its weight, over 0; infinity forgets nothing.
+        warmup: steps that only `max_norm` clips, at least 2.
+        max_norm: the most that the threshold may be; None: no such cap.
+
+    Raises:
+        TypeError: a setting is of another type.
+        ValueError: a setting is out of its range.
     """
 
     k: float = 4.0

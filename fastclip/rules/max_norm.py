@@ -14,12 +14,17 @@ from fastclip.rules.contract import Decision, Measured, State, require
 class MaxNorm:
     """Rescale all gradients by ``min(1, max_norm / (total + 1e-6))``, as torch.nn.utils does.
 
-    `max_norm` is a number of at least 0 (infinity only measures), a one-element Tensor, which
-    stays on its device with its value unchecked, or a schedule ``step -> number``, called once a
-    step with the number of steps before it, skipped ones included.
+    There is no state.
 
-    Raises `ValueError` for a number that is negative or NaN; for one from a schedule when the step
-    comes, with nothing changed.
+    Args:
+        max_norm: a number of at least 0 (infinity only measures), a one-element Tensor, which
+            stays on its device with its value unchecked, or a schedule ``step -> number``, called
+            once a step with the number of steps before it, skipped ones included.
+
+    Raises:
+        TypeError: `max_norm` is none of these.
+        ValueError: a number is negative or NaN, or the Tensor has not one element; for a number of
+            a schedule when the step comes, with nothing changed.
     """
 
     max_norm: float | Tensor | Callable[[int], float]

@@ -42,6 +42,17 @@ class ZClip:
     and in warm-up torch's ``min(1, max_norm / (N + 1e-6))``.
 
     State, 0-d: mean and var (float64), count (int64).
+
+    Args:
+        alpha: the share of mu and var that a step keeps, at least 0 and under 1.
+        z: the score beyond which a norm is a spike, over 0, in standard deviations.
+        warmup: steps that only `max_norm` clips, at least 1.
+        max_norm: the most that the threshold may be; None: no such cap.
+        eps: added to sigma in the score, over 0, in the unit of the norm.
+
+    Raises:
+        TypeError: a setting is of another type.
+        ValueError: a setting is out of its range.
     """
 
     alpha: float = 0.97

@@ -17,9 +17,10 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Placement, Replicate, Shard, distribute_tensor
 
 from tests.distributed.ranks import Pool
+from tests.docs.pages import blocks, text
 
-PAGE = (Path(__file__).resolve().parents[2] / "docs" / "distributed.md").read_text("utf-8")
-COMMON, *BLOCKS = re.findall(r"```python\n(.*?)```", PAGE, re.DOTALL)
+PAGE = text("distributed.md")
+COMMON, *BLOCKS = (block.code for block in blocks("distributed.md") if block.language == "python")
 RANKS = re.compile(r"# torchrun --nproc-per-node=(\d)\n")
 TITLES = (
     *("ddp", "fsdp-tensor", "experts", "pipeline", "tied", "megatron", "by-rank", "losses"),

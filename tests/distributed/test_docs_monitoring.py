@@ -9,9 +9,10 @@ import torch.distributed as dist
 
 from fastclip.monitor import JSONL
 from tests.distributed.ranks import Pool
-from tests.monitor.test_docs import BLOCKS
+from tests.docs.pages import blocks
 
-BLOCK = next(block for block in BLOCKS if "torchrun" in block)
+FIRST, *REST = (block for block in blocks("monitoring.md") if block.language == "python")
+(BLOCK,) = (block for block in REST if block.for_several)
 
 
 def watched(folder: str) -> tuple[dict[str, Any], list[float], list[str]]:
@@ -22,8 +23,8 @@ def watched(folder: str) -> tuple[dict[str, Any], list[float], list[str]]:
     try:
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(dist, "init_process_group", lambda backend: None)
-            exec(BLOCKS[0], names)
-            exec(BLOCK, names)
+            exec(FIRST.code, names)
+            exec(BLOCK.code, names)
         dist.barrier()
         files = sorted(path.name for path in Path().iterdir())
     finally:

@@ -1,15 +1,15 @@
 """Detectors: pure functions from a state and a record to the next state and events.
 
-====================  ============================================================================
-`Spike`               a value of at least `ratio` times the mean before it
-`RobustSpike`         a value more than `k` robust standard deviations above the median before it
-`Sustained`           several values in a row well above the median before them
-`Drift`               a running median well above the best one so far
-`NonFinite`           a NaN or an infinity in a metric, or in the gradients
-`LossScaleDrop`       a loss scale that keeps falling
-`ClipRate`            a large share of steps clipped
-`Skips`               many updates in a row that were skipped; not among the defaults
-====================  ============================================================================
+| detector        | finds                                                                         |
+|-----------------|-------------------------------------------------------------------------------|
+| `Spike`         | a value of at least `ratio` times the mean before it                          |
+| `RobustSpike`   | a value more than `k` robust standard deviations above the median before it   |
+| `Sustained`     | several values in a row well above the median before them                     |
+| `Drift`         | a running median well above the best one so far                               |
+| `NonFinite`     | a NaN or an infinity in a metric, or in the gradients                         |
+| `LossScaleDrop` | a loss scale that keeps falling                                               |
+| `ClipRate`      | a large share of steps clipped                                                |
+| `Skips`         | many updates in a row that were skipped; not among the defaults               |
 
 All but `NonFinite` pass over values that are None, NaN or infinite and do not remember them; every
 finite value is remembered, whether it raised an alarm or not. Windows count recorded values, not

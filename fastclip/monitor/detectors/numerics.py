@@ -49,6 +49,14 @@ class LossScaleDrop:
 
     A dynamic scale drops now and then to find its limit. One that keeps dropping says that the
     backward pass overflows at any scale.
+
+    Args:
+        drops: how many drops are too many, at least 1.
+        window: recorded scales within which they are counted, at least `drops`.
+
+    Raises:
+        TypeError: a setting is of another type.
+        ValueError: a setting is out of its range.
     """
 
     drops: int = 3
@@ -92,7 +100,16 @@ class LossScaleDrop:
 
 @dataclass(frozen=True)
 class ClipRate:
-    """More than the share `over` of the last `window` steps was clipped."""
+    """More than the share `over` of the last `window` steps was clipped.
+
+    Args:
+        over: at least 0 and under 1.
+        window: recorded steps, at least 1.
+
+    Raises:
+        TypeError: a setting is of another type.
+        ValueError: a setting is out of its range.
+    """
 
     over: float = 0.5
     window: int = 100
@@ -129,6 +146,14 @@ class Skips:
 
     A skipped step does no harm, but a run that skips every step learns nothing. Steps whose
     `skipped` is None are passed over.
+
+    Args:
+        streak: how many in a row, at least 1.
+        level: of the events: "info", "warn" or "critical".
+
+    Raises:
+        TypeError: a setting is of another type.
+        ValueError: a setting is out of its range.
     """
 
     streak: int = 10

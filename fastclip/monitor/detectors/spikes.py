@@ -18,7 +18,17 @@ from fastclip.monitor.windows import EMPTY, Ordered, Summed, Window
 
 @dataclass(frozen=True)
 class Spike:
-    """A value of at least `ratio` times the mean of the last `window` values before it."""
+    """A value of at least `ratio` times the mean of the last `window` values before it.
+
+    Args:
+        metric: a number of `StepRecord`, by its name.
+        ratio: over 0.
+        window: recorded values, at least 1.
+
+    Raises:
+        TypeError: a setting is of another type.
+        ValueError: a setting is out of its range.
+    """
 
     metric: str = "loss"
     ratio: float = 1.5
@@ -67,6 +77,16 @@ class RobustSpike:
 
     Values want their digits: where they were rounded so that most of a window are equal, as norms
     of 0.22 and 0.23 are late in a run, the MAD is 0 and the next larger number stands out.
+
+    Args:
+        metric: a number of `StepRecord`, by its name.
+        k: robust standard deviations, over 0.
+        window: recorded values, at least 1.
+        log: judge the logarithms.
+
+    Raises:
+        TypeError: a setting is of another type.
+        ValueError: a setting is out of its range.
     """
 
     metric: str

@@ -19,6 +19,16 @@ from fastclip.monitor.windows import EMPTY, Ordered, Window, oldest
 class Sustained:
     """The last `window` values: all over `sustained`, one over `critical` times the median of the
     100 values before them. A spike that does not come back.
+
+    Args:
+        metric: a number of `StepRecord`, by its name.
+        window: recorded values, at least 1.
+        sustained: what all of them exceed, in medians; over 0.
+        critical: what the largest exceeds, in medians; over 0.
+
+    Raises:
+        TypeError: a setting is of another type.
+        ValueError: a setting is out of its range.
     """
 
     metric: str = "loss"
@@ -78,6 +88,15 @@ class Drift:
     """The median of the last `window` values is over `ratio` times the best such median so far.
 
     For slow divergence, which a trailing mean follows. Small is good.
+
+    Args:
+        metric: a number of `StepRecord`, by its name.
+        window: recorded values, at least 1.
+        ratio: over 0.
+
+    Raises:
+        TypeError: a setting is of another type.
+        ValueError: a setting is out of its range.
     """
 
     metric: str = "loss"

@@ -67,7 +67,13 @@ class RollbackPolicy:
 
 
 class Checkpoint(NamedTuple):
-    """One on disk; `step` is the number of updates it contains, and the next step to run."""
+    """One on disk.
+
+    Attributes:
+        step: the number of updates it contains, and the next step to run.
+        path: its folder.
+        confirmed: whether it may be gone back to.
+    """
 
     step: int
     path: Path
@@ -75,9 +81,13 @@ class Checkpoint(NamedTuple):
 
 
 class Rollback(NamedTuple):
-    """The alarm at `step`, of a fault that began at `onset`, took the run back to `target`.
+    """A return to an earlier checkpoint.
 
-    `skipped`: the batches that it took out of the run, on this rank.
+    Attributes:
+        step: of the alarm.
+        onset: the step at which the fault began.
+        target: the step that the run was taken back to.
+        skipped: the batches that were taken out of the run, on this rank.
     """
 
     step: int

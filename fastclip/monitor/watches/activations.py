@@ -54,6 +54,10 @@ class ActivationWatch:
         every: measure in every so many steps (intervals between two calls of `take`), first in the
             `every`-th; in the others a hook is one comparison.
         modules: ``(name, module) -> bool``, which modules to watch; None: all.
+
+    Raises:
+        TypeError: `every` is no whole number.
+        ValueError: `every` is less than 1.
     """
 
     def __init__(

@@ -22,14 +22,13 @@ class ParameterWatch:
 
     In every `every`-th block, first in the `every`-th, it fills
 
-    ================  ======  ===========================================================
-    `param_norm`      after   the 2-norm of all parameters as one vector
-    `update_ratio`    after   the 2-norm of the update (parameters after it minus before it)
-                              over that of the parameters before it
-    `layers`          after   both for each parameter, under its name
-    ================  ======  ===========================================================
+    * `param_norm`: the 2-norm of all parameters as one vector, after the update of the record's
+      step;
+    * `update_ratio`: the 2-norm of the update (parameters after it minus before it) over that of
+      the parameters before it;
+    * `layers`: both for each parameter, under its name.
 
-    where "after" means: known after the update of the record's step. An update that changes nothing
+    An update that changes nothing
     (a step that was skipped) has the ratio 0, one of parameters that were all 0 the ratio infinity.
 
     The parameters are those that require a gradient when the block begins; tied ones count once.
@@ -47,6 +46,11 @@ class ParameterWatch:
         parameters: a Module, which is read again in every block, or as for `GradClipper` a Tensor
             or an iterable of Tensors or of ``(name, Tensor)`` pairs.
         every: measure in every so many blocks.
+
+    Raises:
+        TypeError: `every` is no whole number.
+        ValueError: `every` is less than 1.
+        RuntimeError: a block is entered within another one.
     """
 
     def __init__(self, parameters: "Parameters", every: int = 100) -> None:

@@ -9,7 +9,7 @@ import pytest
 
 from fastclip.cli import main
 from tests.monitor.making import changed, healthy, times
-from tests.monitor.report.browser import Browser, browser, missing
+from tests.browser import Browser, browser, missing
 from tests.monitor.report.logs import HOSTILE, NAMES, baseline, eventful, hostile, layers, saved
 
 pytestmark = pytest.mark.skipif(missing() is not None, reason=str(missing()))

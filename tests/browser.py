@@ -8,6 +8,12 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
+# Of the page of a report: everything is drawn, or it says why not.
+DRAWN = (
+    "return document.documentElement.dataset.drawn !== undefined"
+    " || !document.getElementById('status').hidden"
+)
+
 
 def missing() -> str | None:
     """Why there is no browser to test with, or None."""
@@ -25,14 +31,11 @@ class Browser:
     def __init__(self, driver: Any) -> None:
         self._driver = driver
 
-    def open(self, path: str) -> None:
-        """Wait until everything is drawn, or the page says why it is not."""
+    def open(self, path: str, ready: str = DRAWN) -> None:
+        """Wait until `ready`, the body of a function, is true of the page."""
         self._driver.get_log("performance")
         self._driver.get(f"file://{path}")
-        self.until(
-            "return document.documentElement.dataset.drawn !== undefined"
-            " || !document.getElementById('status').hidden"
-        )
+        self.until(ready)
 
     def evaluate(self, body: str, *arguments: Any) -> Any:
         return self._driver.execute_script(body, *arguments)
