@@ -77,7 +77,9 @@ def test_a_wrapper_steps_with_clipped_gradients(precision: str, kind: str, tmp_p
 @every_kind
 def test_a_wrapper_with_a_scaler_is_refused(kind: str, tmp_path: Path) -> None:
     module = Manual(kind, scaled=True)
-    with pytest.raises(TypeError, match="LightningSGD is a LightningOptimizer, .* taken out twice"):
+    with pytest.raises(
+        TypeError, match=r"LightningSGD is a LightningOptimizer, .* taken out twice"
+    ):
         trainer(tmp_path, precision="16-mixed").fit(module, loader(1))
     assert norm(parameters(module)) == 0
 
@@ -87,7 +89,8 @@ def test_a_compiled_module(tmp_path: Path) -> None:
     plain, module = Net(), Net()
     trainer(tmp_path, GradClipCallback(0.5)).fit(plain, loader(5))
     module.net.compile(backend="aot_eager")
-    trainer(tmp_path, GradClipCallback(0.5)).fit(torch.compile(module, backend="eager"), loader(5))
+    compiled: Any = torch.compile(module, backend="eager")
+    trainer(tmp_path, GradClipCallback(0.5)).fit(compiled, loader(5))
 
     assert module.losses == pytest.approx(plain.losses, rel=1e-5)
 
