@@ -7,8 +7,10 @@ imported already, else of the one that is installed.
 import logging
 import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import partial
 from importlib import import_module
 from importlib.util import find_spec
+from operator import le
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any, Literal
@@ -17,6 +19,7 @@ from torch import Tensor
 from torch.amp import GradScaler
 from torch.optim import Optimizer
 
+from fastclip.checks import require
 from fastclip.clipper import GradClipper
 from fastclip.integrations._clipping import BeforeStep
 from fastclip.integrations._trainers import (
@@ -127,9 +130,12 @@ class GradClipCallback(Callback):
             "nonfinite": nonfinite,
         }
         GradClipper([], **self._options)  # raises here what would be raised when training starts
-        _require_count("log_every", log_every or 0, 0)
-        _require_count("depth", depth, 0)
-        _require_count("checkpoint_every", checkpoint_every, 1)
+        for name, value, least in (
+            *(("log_every", 0 if log_every is None else log_every, 0), ("depth", depth, 0)),
+            ("checkpoint_every", checkpoint_every, 1),
+        ):
+            what = f"a whole number of at least {least}"
+            require(name, value, what, partial(le, least), whole=True)
         if not (on_critical in ("stop", "ignore") or isinstance(on_critical, RollbackPolicy)):
             raise ValueError(
                 f'on_critical must be "stop", "ignore" or a RollbackPolicy, got {on_critical!r}'
@@ -391,8 +397,3 @@ def _tell_of(events: Iterable[Event], what: str) -> bool:
     for event in critical:
         logging.getLogger("fastclip").warning("%s: %s", what, sentence(event))
     return bool(critical)
-
-
-def _require_count(name: str, value: object, least: int) -> None:
-    if not isinstance(value, int) or isinstance(value, bool) or value < least:
-        raise ValueError(f"{name} must be a whole number of at least {least}, got {value!r}")
