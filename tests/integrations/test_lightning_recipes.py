@@ -11,7 +11,9 @@ from torch import Tensor, nn
 from torch.amp import GradScaler
 from torch.utils.checkpoint import checkpoint
 
+import fastclip
 from fastclip import GradClipper
+from fastclip.integrations import torch as patching
 from fastclip.integrations.lightning import GradClipCallback
 from tests.integrations.lightning_runs import (
     KINDS,
@@ -77,7 +79,9 @@ def test_a_wrapper_steps_with_clipped_gradients(precision: str, kind: str, tmp_p
 @every_kind
 def test_a_wrapper_with_a_scaler_is_refused(kind: str, tmp_path: Path) -> None:
     module = Manual(kind, scaled=True)
-    with pytest.raises(TypeError, match="LightningSGD is a LightningOptimizer, .* taken out twice"):
+    with pytest.raises(
+        TypeError, match=r"LightningSGD is a LightningOptimizer, .* taken out twice"
+    ):
         trainer(tmp_path, precision="16-mixed").fit(module, loader(1))
     assert norm(parameters(module)) == 0
 
@@ -87,7 +91,8 @@ def test_a_compiled_module(tmp_path: Path) -> None:
     plain, module = Net(), Net()
     trainer(tmp_path, GradClipCallback(0.5)).fit(plain, loader(5))
     module.net.compile(backend="aot_eager")
-    trainer(tmp_path, GradClipCallback(0.5)).fit(torch.compile(module, backend="eager"), loader(5))
+    compiled: Any = torch.compile(module, backend="eager")
+    trainer(tmp_path, GradClipCallback(0.5)).fit(compiled, loader(5))
 
     assert module.losses == pytest.approx(plain.losses, rel=1e-5)
 
@@ -138,3 +143,31 @@ def test_fabric(precision: str, kind: str) -> None:
     assert stats.skipped
     rounding = 2.0**-8 if precision == "bf16-true" else 1e-5
     assert norm(parameters(net)) == pytest.approx(0.5, rel=rounding)
+
+
+def test_the_patch_serves_lightnings_own_clipping(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    calls: list[float] = []
+
+    def counting(parameters: Any, max_norm: float, *args: Any, **kwargs: Any) -> Tensor:
+        calls.append(max_norm)
+        return fastclip.clip_grad_norm_(parameters, max_norm, *args, **kwargs)
+
+    monkeypatch.setitem(patching._SERVED, "clip_grad_norm_", counting)
+    theirs, ours = Net(), Net()
+    trainer(tmp_path, gradient_clip_val=0.5).fit(theirs, loader(5))
+    with patching.patch():
+        trainer(tmp_path, gradient_clip_val=0.5).fit(ours, loader(5))
+        net = nn.Linear(SIZE, 1)
+        strategy, _ = fabric("32-true")
+        model, optimizer = strategy.setup(net, torch.optim.SGD(net.parameters()))
+        strategy.backward(model(torch.full((4, SIZE), 10.0)).sum())
+        before = strategy.clip_gradients(model, optimizer, max_norm=0.25)
+
+    assert calls == [0.5] * 5 + [0.25]
+    assert ours.losses == pytest.approx(theirs.losses, rel=1e-5)
+    assert float(before or 0) > 10
+    assert norm([each.grad for each in net.parameters() if each.grad is not None]) == (
+        pytest.approx(0.25, rel=1e-5)
+    )
