@@ -71,8 +71,8 @@ class GradClipCallback(Callback):
     set to None. `trainer.global_step` counts such a step all the same.
 
     Args:
-        max_norm: as of `GradClipper`, for each optimizer, and so are the next three.
-        rule: instead of a fixed threshold.
+        max_norm: the threshold of each optimizer, as of `GradClipper`.
+        rule: instead of it.
         norm_type: the order of the norm.
         nonfinite: what to do about NaN and infinities.
         monitor: a `Monitor` that is told of every update; with several optimizers, one for each in
@@ -90,8 +90,7 @@ class GradClipCallback(Callback):
             ``"ignore"`` say so by the logger "fastclip". Going back needs one process, one
             optimizer and automatic optimisation.
         checkpoint_every: updates between two states to go back to.
-        val_loss: the name under which the module logs its validation loss. The monitor has it in
-            the record of the next update.
+        val_loss: under which name the module logs its validation loss, for the next record.
 
     What a rollback restores, before the next batch, validation or checkpoint: the module, the
     optimizer's state, the GradScaler, random number generators, clipper and monitor. Not taken back
