@@ -2,11 +2,11 @@
 
 import shutil
 import sys
-from collections.abc import Iterable, Mapping
+from collections.abc import Generator, Iterable, Mapping
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 from torch.optim import Optimizer
 
@@ -54,7 +54,8 @@ class Rollbacks:
         )
         self._optimizer = optimizer
         self._earlier = used
-        self._loop = self.recovery.steps(sys.maxsize)
+        steps = self.recovery.steps(sys.maxsize)
+        self._loop = cast(Generator[tuple[int, int], None, None], steps)  # which can be closed
 
     @property
     def used(self) -> int:

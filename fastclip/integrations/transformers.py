@@ -5,15 +5,15 @@ import math
 import shutil
 import warnings
 from collections.abc import Callable, Iterable
-from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.amp import GradScaler
 from torch.optim import Optimizer
 
+from fastclip import accelerated
 from fastclip.clipper import GradClipper
 from fastclip.integrations.entries import Entries
 from fastclip.integrations.entries import block_of as block_of
@@ -43,7 +43,7 @@ FOLDER = "fastclip-recovery"  # of the checkpoints that rollbacks go back to
 OnCritical = Literal["ignore", "stop"] | RollbackPolicy
 
 
-class GradClipCallback(TrainerCallback):  # type: ignore[misc]
+class GradClipCallback(TrainerCallback):
     """Clips the gradients of a ``Trainer``, and adds what it measured to the Trainer's log.
 
     >>> callback = GradClipCallback(max_norm=1.0, monitor=Monitor(sinks=[JSONL("run.jsonl")]))
@@ -109,12 +109,11 @@ class GradClipCallback(TrainerCallback):  # type: ignore[misc]
     ) -> None:
         settings_of(max_norm, rule, norm_type, nonfinite)
         _require_known(on_critical, monitor)
-        options: dict[str, Any] = {"rule": rule, "norm_type": norm_type, "nonfinite": nonfinite}
-        self._make_clipper = partial(GradClipper, max_norm=max_norm, **options)
-        self._nonfinite = nonfinite
+        self._options: dict[str, Any] = {"max_norm": max_norm, "rule": rule}
+        self._options |= {"norm_type": norm_type, "nonfinite": nonfinite}
         self.monitor = monitor
         self._on_critical = on_critical
-        self._saving = {"every": every, "keep": keep}
+        self._every, self._keep = every, keep
         self._resume_from = resume_from
         self.clipper: GradClipper | None = None
         self.stats: GradStats | None = None
@@ -131,37 +130,38 @@ class GradClipCallback(TrainerCallback):  # type: ignore[misc]
         args: TrainingArguments,
         state: TrainerState,
         control: TrainerControl,
-        model: nn.Module | None = None,
-        optimizer: Optimizer | None = None,
+        model: Any = None,
+        optimizer: Any = None,
         **kwargs: Any,
     ) -> None:
         """Begin afresh, or go on from the checkpoint that the Trainer has loaded.
 
         Raises:
-            ValueError: ``max_grad_norm`` would clip as well, or the gradients are DeepSpeed's or
-                FSDP1's.
+            ValueError: ``max_grad_norm`` would clip as well, or the gradients are FSDP1's.
+            TypeError: the gradients are DeepSpeed's.
             FileNotFoundError: there is no ``fastclip.pt`` in `resume_from`.
         """
         _require_clippable(args, model)
+        inner, scaler = _unwrapped(optimizer)
         self._end()
-        self.clipper = self._make_clipper(model)
+        self.clipper = GradClipper(model, **self._options)
         self.stats, self._row, self._next, self._used = None, None, state.global_step, 0
         if state.global_step:
-            self._resume(Path(args.output_dir) / f"checkpoint-{state.global_step}")
+            self._resume(_output(args) / f"checkpoint-{state.global_step}")
         self._entries.begin(self.clipper)
         if args.n_gpu <= 1:
             self._losses.attach(model)
         if isinstance(self._on_critical, RollbackPolicy):
-            inner, scaler = _unwrapped(optimizer)
             parts = {"model": model, "clipper": self.clipper, "monitor": self.monitor}
             self._rollbacks = Rollbacks(
-                Path(args.output_dir) / FOLDER,
+                _output(args) / FOLDER,
                 inner,
                 parts if scaler is None else parts | {"scaler": scaler},
                 self._on_critical,
                 first=self._next,
                 used=self._used,
-                **self._saving,
+                every=self._every,
+                keep=self._keep,
             )
 
     def on_step_begin(
@@ -183,7 +183,7 @@ class GradClipCallback(TrainerCallback):  # type: ignore[misc]
         assert self.clipper is not None
         inner, scaler = _unwrapped(optimizer)
         self.stats = stats = self.clipper.clip_(inner, scaler)
-        skips = self._nonfinite == "skip" or stats.contributions is not None
+        skips = self._options["nonfinite"] == "skip" or stats.contributions is not None
         if scaler is None and skips and stats.skipped:
             inner.zero_grad(set_to_none=True)
         loss = self._losses.take(args.world_size, args.average_tokens_across_devices)
@@ -249,7 +249,7 @@ class GradClipCallback(TrainerCallback):  # type: ignore[misc]
         """Write ``fastclip.pt``; not in a search for hyperparameters, from which none resumes."""
         if self.clipper is None or not args.should_save or state.is_hyper_param_search:
             return
-        path = Path(args.output_dir) / f"checkpoint-{state.global_step}" / NAME
+        path = _output(args) / f"checkpoint-{state.global_step}" / NAME
         content = {
             "version": VERSION,
             "step": self._next,
@@ -267,7 +267,7 @@ class GradClipCallback(TrainerCallback):  # type: ignore[misc]
         self._settle(state, control)
         self._end()
         if isinstance(self._on_critical, RollbackPolicy) and state.is_world_process_zero:
-            shutil.rmtree(Path(args.output_dir) / FOLDER)
+            shutil.rmtree(_output(args) / FOLDER)
 
     def _resume(self, folder: Path) -> None:
         assert self.clipper is not None
@@ -337,14 +337,15 @@ def _enter(state: TrainerState, entry: dict[str, Any]) -> None:
     state.log_history.append({**entry, "epoch": state.epoch, "step": state.global_step})
 
 
-def _unwrapped(optimizer: Any) -> tuple[Any, GradScaler | None]:
-    """The optimizer inside of accelerate's, and the scaler that steps it, if one is in use."""
-    from accelerate.optimizer import AcceleratedOptimizer
+def _output(args: TrainingArguments) -> Path:
+    return Path(args.output_dir or "trainer_output")  # the latter is the Trainer's default
 
-    scaler = None
-    while isinstance(optimizer, AcceleratedOptimizer):
-        optimizer, scaler = optimizer.optimizer, optimizer.scaler or scaler
-    return optimizer, scaler if scaler is not None and scaler.is_enabled() else None
+
+def _unwrapped(optimizer: Any) -> tuple[Optimizer, GradScaler | None]:
+    """The optimizer inside of accelerate's, and the scaler that steps it, if one is in use."""
+    inner, scaler = accelerated.unwrapped(optimizer, None)
+    (inner,) = inner if isinstance(inner, list) else [inner]
+    return inner, scaler if scaler is not None and scaler.is_enabled() else None
 
 
 def _require_known(on_critical: object, monitor: object) -> None:
@@ -361,11 +362,6 @@ def _require_clippable(args: TrainingArguments, model: Any) -> None:
         raise ValueError(
             f"the Trainer clips to max_grad_norm={args.max_grad_norm} before GradClipCallback sees "
             "the gradients: pass TrainingArguments(max_grad_norm=0)"
-        )
-    if args.distributed_state.distributed_type.value == "DEEPSPEED":
-        raise ValueError(
-            "DeepSpeed keeps and clips the gradients in its engine, where GradClipCallback cannot "
-            "reach them: set gradient_clipping in DeepSpeed's own configuration"
         )
     from torch.distributed.fsdp import FullyShardedDataParallel
 

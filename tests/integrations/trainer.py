@@ -1,6 +1,8 @@
 """A small Trainer on real text: a GPT-2 of 100,000 random parameters, 8 windows of 32 characters
 a step."""
 
+from collections.abc import Collection
+from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +16,7 @@ from examples.train import Text
 WINDOW = 32
 BATCH = 8
 STEPS = 50
-ARGUMENTS = {
+ARGUMENTS: dict[str, Any] = {
     "max_steps": STEPS,
     "per_device_train_batch_size": BATCH,
     "learning_rate": 3e-3,
@@ -48,9 +50,9 @@ VALIDATION = Windows(TEXT.validation, 16)
 
 def model(**config: Any) -> GPT2LMHeadModel:
     torch.manual_seed(0)
-    sizes = {"n_layer": 2, "n_embd": 64, "n_head": 4, "n_positions": WINDOW}
-    special = {"bos_token_id": 0, "eos_token_id": 0, "loss_type": "ForCausalLM"}
-    return GPT2LMHeadModel(GPT2Config(vocab_size=TEXT.vocabulary, **sizes, **special, **config))
+    sizes: dict[str, Any] = {"n_layer": 2, "n_embd": 64, "n_head": 4, "n_positions": WINDOW}
+    sizes |= {"bos_token_id": 0, "eos_token_id": 0, "loss_type": "ForCausalLM"}
+    return GPT2LMHeadModel(GPT2Config(vocab_size=TEXT.vocabulary, **sizes | config))
 
 
 def trainer(
@@ -74,3 +76,15 @@ def trainer(
 def logged(trained: Trainer, name: str) -> list[Any]:
     """The values of an entry of the log, in order."""
     return [entry[name] for entry in trained.state.log_history if name in entry]
+
+
+def spoiled(net: GPT2LMHeadModel, steps: Collection[int], factor: float) -> GPT2LMHeadModel:
+    """A model whose losses are multiplied by `factor` in some of its forward passes in training."""
+    calls = count()
+
+    def spoil(module: Any, inputs: Any, outputs: Any) -> None:
+        if module.training and next(calls) in steps:
+            outputs["loss"] = outputs["loss"] * factor
+
+    net.register_forward_hook(spoil)
+    return net
