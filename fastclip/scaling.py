@@ -22,8 +22,8 @@ ORDER = (
     "clipper.clip_(optimizer, scaler=scaler) and scaler.step(optimizer), then scaler.update()"
 )
 
-# Their step asks the framework's scaler, which knows only the optimizer inside.
-_WRAPPERS = ("AcceleratedOptimizer", "LightningOptimizer", "_FabricOptimizer")
+# Lightning's: their step asks the framework's scaler, which knows only the optimizer inside.
+_WRAPPERS = ("LightningOptimizer", "_FabricOptimizer")
 
 
 class WithoutScaler:

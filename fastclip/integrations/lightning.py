@@ -7,10 +7,10 @@ imported already, else of the one that is installed.
 import logging
 import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import replace
 from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any, Literal
 
 from torch import Tensor
@@ -19,7 +19,12 @@ from torch.optim import Optimizer
 
 from fastclip.clipper import GradClipper
 from fastclip.integrations._clipping import BeforeStep
-from fastclip.integrations._rollback import Rollbacks
+from fastclip.integrations._trainers import (
+    require_going_back,
+    require_monitors,
+    require_suitable,
+)
+from fastclip.integrations.rollbacks import Rollbacks
 from fastclip.monitor import Event, Monitor, RollbackPolicy
 from fastclip.monitor.sinks.scalars import sentence
 from fastclip.policy import Policy
@@ -44,13 +49,7 @@ else:
 
 __all__ = ["GradClipCallback"]
 
-# Their gradients are pieces of flat buffers, or are kept where no parameter shows them.
-_UNSUITABLE = {
-    "FSDPStrategy": "FSDP 1 keeps gradients in flat pieces whose norm no rank knows: use "
-    "ModelParallelStrategy, whose gradients are DTensors",
-    "DeepSpeedStrategy": 'DeepSpeed clips by itself: set "gradient_clipping" in its config',
-    "XLAStrategy": "XLA gradients are not supported",
-}
+KEPT = 3  # confirmed states to go back to
 
 
 class GradClipCallback(Callback):
@@ -89,11 +88,13 @@ class GradClipCallback(Callback):
             the record of the next update.
 
     What a rollback restores, before the next batch, validation or checkpoint: the module, the
-    optimizer, its schedulers, the GradScaler, random number generators, clipper and monitor. Not
-    taken back are the batches (Lightning goes on with the following ones, so the suspect ones are
-    passed over), `trainer.global_step`, the epoch, other callbacks, and what was logged. So a run
-    of `max_steps` ends with that many updates less those taken back. States to go back to are in a
-    temporary folder in ``trainer.default_root_dir``, and are those of this call of ``fit``.
+    optimizer's state, the GradScaler, random number generators, clipper and monitor. Not taken back
+    are the batches (Lightning goes on with the following ones, so the suspect ones are passed
+    over), `trainer.global_step`, the epoch, the learning rate's schedule (the policy's `lr_scale`
+    comes on top of it), other callbacks, and what was logged. So a run of `max_steps` ends with
+    that many updates less those taken back. States to go back to are in a temporary folder in
+    ``trainer.default_root_dir``, and are those of this call of ``fit``. The policy's `after` and
+    `ranks` mean nothing here.
 
     Checkpoints of the trainer contain the clippers, the monitors, and the number of rollbacks used.
 
@@ -145,6 +146,7 @@ class GradClipCallback(Callback):
         self._saved: Mapping[str, Any] | None = None  # loaded, and not yet taken up
         self._backward = False  # whether there was one in this batch
         self._started = 0  # global_step when the batch began
+        self._going_on = False  # whether an update has begun
         self._loss: Any = None  # of the update that is going on
         self._validated: Any = None  # the validation loss that no record has yet
 
@@ -156,28 +158,13 @@ class GradClipCallback(Callback):
     @property
     def rollbacks(self) -> int:
         """How often training went back, over all calls of ``fit``."""
-        return self._used + (0 if self._rollbacks is None else self._rollbacks.used)
+        return self._used if self._rollbacks is None else self._rollbacks.used
 
     def on_fit_start(self, trainer: "Trainer", pl_module: "LightningModule") -> None:
-        if trainer.gradient_clip_val:
-            raise RuntimeError(
-                f"gradients would be clipped twice, by Trainer(gradient_clip_val="
-                f"{trainer.gradient_clip_val!r}) and by GradClipCallback: leave one of them out"
-            )
-        for kind in type(trainer.strategy).__mro__:
-            if kind.__name__ in _UNSUITABLE:
-                raise RuntimeError(
-                    f"GradClipCallback cannot clip under {kind.__name__}: "
-                    f"{_UNSUITABLE[kind.__name__]}"
-                )
-        count = len(trainer.optimizers)
-        if self.monitors and len(self.monitors) != count:
-            raise ValueError(
-                f"monitor has {len(self.monitors)} for {count} optimizers, whose norms have "
-                "nothing to do with each other: pass a list with one for each, or None"
-            )
+        require_suitable(trainer)
+        require_monitors(trainer, self.monitors)
         if isinstance(self._on_critical, RollbackPolicy):
-            _require_going_back(trainer, pl_module)
+            require_going_back(trainer, pl_module)
 
     def on_train_start(self, trainer: "Trainer", pl_module: "LightningModule") -> None:
         self._build(trainer, pl_module)
@@ -187,17 +174,21 @@ class GradClipCallback(Callback):
         elif trainer.global_step == 0:
             self._undone = 0
         self._loss = self._validated = None
-        self._started = trainer.global_step
+        self._going_on = False
         if isinstance(self._on_critical, RollbackPolicy):
             self._rollbacks = self._recovering(trainer, pl_module, self._on_critical)
-            self._rollbacks.advance()
 
     def on_train_batch_start(
         self, trainer: "Trainer", pl_module: "LightningModule", batch: Any, batch_idx: int
     ) -> None:
         self._backward = False
         self._started = trainer.global_step
-        cut = 1.0 if self._rollbacks is None else self._rollbacks.lr_scale
+        cut = 1.0
+        if self._rollbacks is not None:
+            if not self._going_on:
+                self._undone = trainer.global_step - self._rollbacks.next_step()
+            cut = self._rollbacks.recovery.lr_scale
+        self._going_on = True
         for held in self._held:
             held.lr = held.optimizer.param_groups[0]["lr"] * cut
 
@@ -233,6 +224,7 @@ class GradClipCallback(Callback):
         self._log(trainer)
         events = self._observed()
         self._loss = self._validated = None
+        self._going_on = False
         for held in self._held:
             held.found.clear()
         self._act(trainer, events)
@@ -242,11 +234,12 @@ class GradClipCallback(Callback):
             self._validated = trainer.callback_metrics.get(self._val_loss)
 
     def on_train_end(self, trainer: "Trainer", pl_module: "LightningModule") -> None:
-        if self._rollbacks is not None:
-            self._undone += self._rollbacks.finish()
-        elif self._on_critical == "stop":
-            for monitor in filter(None, self.monitors):
-                _tell_of(monitor.flush(), "after the last update")
+        for monitor in filter(None, self.monitors):
+            events = monitor.flush()
+            if self._rollbacks is not None:
+                self._roll_back(trainer, self._rollbacks, events)
+            elif self._on_critical == "stop":
+                _tell_of(events, "after the last update")
         self._close()
 
     def on_exception(
@@ -308,28 +301,33 @@ class GradClipCallback(Callback):
     def _recovering(
         self, trainer: "Trainer", pl_module: "LightningModule", policy: RollbackPolicy
     ) -> Rollbacks:
-        scaler = _scaler(trainer)
-        state: dict[str, Any] = {
-            "module": pl_module,
-            "optimizer": self._held[0].optimizer,
-            "clipper": self._held[0].clipper,
-            **({} if scaler is None else {"scaler": scaler}),
-            **{f"scheduler {n}": c.scheduler for n, c in enumerate(trainer.lr_scheduler_configs)},
-        }
+        held, scaler = self._held[0], _scaler(trainer)
+        root = Path(trainer.default_root_dir)
+        root.mkdir(parents=True, exist_ok=True)
+        self._folder = TemporaryDirectory(prefix="fastclip-recovery-", dir=root)
+        parts = {"module": pl_module, "clipper": held.clipper, "monitor": self.monitors[0]}
         return Rollbacks(
-            Path(trainer.default_root_dir),
-            state,
-            next(filter(None, self.monitors)),
-            replace(policy, max_rollbacks=max(policy.max_rollbacks - self._used, 0)),
-            every=self._checkpoint_every,
+            Path(self._folder.name),
+            held.optimizer,
+            parts if scaler is None else parts | {"scaler": scaler},
+            policy,
             first=trainer.global_step - self._undone,
+            used=self._used,
+            every=self._checkpoint_every,
+            keep=KEPT,
         )
+
+    def _roll_back(self, trainer: "Trainer", rollbacks: Rollbacks, events: Iterable[Event]) -> None:
+        step = rollbacks.back(events)
+        if step is not None:
+            self._undone = trainer.global_step - step
 
     def _close(self) -> None:
         if self._rollbacks is not None:
             self._used = self.rollbacks
             self._rollbacks.close()
             self._rollbacks = None
+            self._folder.cleanup()
 
     def _log(self, trainer: "Trainer") -> None:
         every = self._log_every
@@ -359,8 +357,7 @@ class GradClipCallback(Callback):
 
     def _act(self, trainer: "Trainer", events: Sequence[Event]) -> None:
         if self._rollbacks is not None:
-            self._rollbacks.handle(events)
-            self._undone += self._rollbacks.advance()
+            self._roll_back(trainer, self._rollbacks, events)
         elif self._on_critical == "stop" and self.monitors:
             stop = _tell_of(events, "stopping the training")
             if trainer.world_size > 1:  # each rank has a loss of its own
@@ -394,19 +391,6 @@ def _tell_of(events: Iterable[Event], what: str) -> bool:
     for event in critical:
         logging.getLogger("fastclip").warning("%s: %s", what, sentence(event))
     return bool(critical)
-
-
-def _require_going_back(trainer: "Trainer", module: "LightningModule") -> None:
-    why = None
-    if not module.automatic_optimization or len(trainer.optimizers) != 1:
-        why = "one optimizer and automatic optimisation"
-    elif trainer.world_size > 1:
-        why = "one process"
-    if why is not None:
-        raise ValueError(
-            f'a RollbackPolicy as on_critical needs {why}: use on_critical="stop", and go on from '
-            "a checkpoint of the trainer"
-        )
 
 
 def _require_count(name: str, value: object, least: int) -> None:

@@ -1,7 +1,6 @@
 """Tiny modules for Lightning, and a Trainer that runs them in silence on the CPU."""
 
-from collections.abc import Callable, Sequence
-from itertools import pairwise
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -31,7 +30,11 @@ SILENT = [
 ]
 
 PRECISIONS = ("32-true", "64-true", "bf16-mixed", "16-mixed", "bf16-true", "16-true")
-KINDS = {"plain": {"foreach": False}, "foreach": {"foreach": True}, "fused": {"fused": True}}
+KINDS: dict[str, dict[str, Any]] = {
+    "plain": {"foreach": False},
+    "foreach": {"foreach": True},
+    "fused": {"fused": True},
+}
 
 
 class Batches(Dataset[Tensor]):
@@ -45,6 +48,9 @@ class Batches(Dataset[Tensor]):
 
     def __len__(self) -> int:
         return len(self.batches)
+
+    def __iter__(self) -> Iterator[Tensor]:
+        return iter(self.batches)
 
     def __getitem__(self, place: int) -> Tensor:
         return self.batches[place]
@@ -75,7 +81,7 @@ class Net(LightningModule):
         target = 10 * batch.sum(1, keepdim=True)
         return (self.net(batch).float() - target.float()).square().mean()
 
-    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+    def training_step(self, batch: Tensor, batch_idx: int) -> Any:
         loss = self.loss(batch)
         self.losses.append(loss.item())
         if not self.automatic_optimization:
@@ -137,7 +143,3 @@ def moved(before: Sequence[Tensor], module: nn.Module) -> float:
     """The norm of the change, in float64."""
     pairs = zip(parameters(module), before, strict=True)
     return norm([after.double() - old.double() for after, old in pairs])
-
-
-def rising(numbers: Sequence[int]) -> bool:
-    return all(a < b for a, b in pairwise(numbers))

@@ -100,9 +100,9 @@ def test_a_step_that_is_not_finite_is_as_if_it_had_not_been(
 
     assert int(callback.clippers[0].counters()["skipped"]) == 1
     # the scale is halved after the bad batch, which changes how float16 rounds
-    close = {"rtol": 1e-3, "atol": 1e-4} if precision == "16-mixed" else {"rtol": 0.0, "atol": 0.0}
+    rtol, atol = (1e-3, 1e-4) if precision == "16-mixed" else (0.0, 0.0)
     for ours, theirs in zip(parameters(module), parameters(expected), strict=True):
-        torch.testing.assert_close(ours, theirs, **close)
+        torch.testing.assert_close(ours, theirs, rtol=rtol, atol=atol)
 
 
 @both_ways
@@ -140,9 +140,7 @@ def test_losses_are_those_of_lightnings_own_clipping(
 
 @pytest.mark.parametrize("kind", ["plain", "fused"])
 @pytest.mark.parametrize("precision", ["32-true", "16-mixed"])
-def test_accumulated_gradients_are_clipped_once(
-    precision: str, kind: str, tmp_path: Path
-) -> None:
+def test_accumulated_gradients_are_clipped_once(precision: str, kind: str, tmp_path: Path) -> None:
     changed: dict[str, Any] = {"precision": precision, "accumulate_grad_batches": 4}
     theirs = Net(lambda own: torch.optim.SGD(own, 0.01, foreach=False))
     trainer(tmp_path, gradient_clip_val=0.5, **changed).fit(theirs, loader(10))
@@ -180,25 +178,25 @@ def test_a_schedule_and_a_rule_are_the_clippers(tmp_path: Path) -> None:
 
 def test_parameters_that_are_added_are_clipped(tmp_path: Path) -> None:
     class Growing(Start):
+        def __init__(self) -> None:
+            super().__init__("plain", False)
+            self.added = nn.Parameter(torch.zeros(3))
+            self.make = lambda _: torch.optim.SGD(self.net.parameters(), lr=1.0)
+
+        def loss(self, batch: Tensor) -> Tensor:
+            return super().loss(batch) + 100 * self.added.sum()
+
         def on_train_batch_start(self, batch: Tensor, batch_idx: int) -> None:
             if batch_idx == 1:
-                optimizer: Any = self.trainer.optimizers[0]
-                optimizer.add_param_group({"params": [self.added]})
+                self.trainer.optimizers[0].add_param_group({"params": [self.added]})
 
-    module = Growing("plain", False)
-    module.added = nn.Parameter(torch.zeros(SIZE_ADDED))
-    first = module.loss
-    module.loss = lambda batch: first(batch) + 100 * module.added.sum()  # type: ignore[method-assign]
-    module.make = lambda _: torch.optim.SGD(module.net.parameters(), lr=1.0)
+    module = Growing()
     callback = GradClipCallback(max_norm=0.5)
     before = parameters(module.net)
     trainer(tmp_path, callback).fit(module, loader(2))
 
     assert 0 < moved(before, module.net) <= 1
     assert 0 < norm([module.added.detach()]) <= 0.5
-
-
-SIZE_ADDED = 3
 
 
 @pytest.mark.parametrize("precision", ["32-true", "16-mixed"])
@@ -214,7 +212,8 @@ def test_each_of_two_optimizers_clips_its_own(precision: str, tmp_path: Path) ->
             return first, torch.optim.SGD(self.other.parameters(), lr=1.0)
 
         def training_step(self, batch: Tensor, batch_idx: int) -> None:
-            first, second = self.optimizers()  # type: ignore[misc, union-attr]
+            several: Any = self.optimizers()
+            first, second = several
             self.manual_backward(self.loss(batch))
             first.step()
             first.zero_grad()

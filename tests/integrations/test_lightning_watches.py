@@ -99,7 +99,8 @@ def test_two_optimizers_have_rows_and_monitors_of_their_own(tmp_path: Path) -> N
 
         def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
             loss = self.loss(batch)
-            first, second = self.optimizers()  # type: ignore[misc, union-attr]
+            several: Any = self.optimizers()
+            first, second = several
             self.manual_backward(loss)
             first.step()
             for _ in range(2):
@@ -136,7 +137,11 @@ def test_the_monitor_is_told_of_every_update(tmp_path: Path) -> None:
     with Monitor(sinks=[JSONL(log)]) as monitor:
         callback = GradClipCallback(max_norm=1.0, monitor=monitor)
         run = trainer(
-            tmp_path, callback, precision="16-mixed", accumulate_grad_batches=2, val_check_interval=4
+            tmp_path,
+            callback,
+            precision="16-mixed",
+            accumulate_grad_batches=2,
+            val_check_interval=4,
         )
         run.fit(module, loader(8), loader(1))
     records = list(JSONL(log))
@@ -168,7 +173,9 @@ def test_a_critical_event_stops(tmp_path: Path, caplog: pytest.LogCaptureFixture
 
 @pytest.mark.parametrize("precision", ["32-true", "16-mixed"])
 def test_a_resumed_run_is_the_uninterrupted_one(precision: str, tmp_path: Path) -> None:
-    def run(count: int, log: Path, **changed: Any) -> tuple[Net, GradClipCallback, list[StepRecord]]:
+    def run(
+        count: int, log: Path, **changed: Any
+    ) -> tuple[Net, GradClipCallback, list[StepRecord]]:
         module = Net()
         with Monitor(sinks=[JSONL(log)]) as monitor:
             callback = GradClipCallback(rule=ZClip(warmup=3), monitor=monitor)
@@ -192,9 +199,9 @@ def test_a_resumed_run_is_the_uninterrupted_one(precision: str, tmp_path: Path) 
         assert torch.equal(ours, theirs)
     assert parts == records
     assert len(records) == 24
-    ours, theirs = resumed.state_dict(), callback.state_dict()
-    assert ours["monitors"] == theirs["monitors"]
-    assert repr(ours["clippers"]) == repr(theirs["clippers"])
+    at_end, expected = resumed.state_dict(), callback.state_dict()
+    assert at_end["monitors"] == expected["monitors"]
+    assert repr(at_end["clippers"]) == repr(expected["clippers"])
 
 
 def test_fitting_twice_goes_on(tmp_path: Path) -> None:
@@ -320,7 +327,7 @@ def test_arguments_are_checked(options: Any, error: type[Exception], match: str)
 def test_a_checkpoint_of_other_optimizers_is_refused(tmp_path: Path) -> None:
     callback = GradClipCallback()
     callback.load_state_dict({"clippers": [], "monitors": [], "rollbacks": 0, "undone": 0})
-    with pytest.raises(ValueError, match="the state of 0 clippers, and this .* has 1"):
+    with pytest.raises(ValueError, match=r"the state of 0 clippers, and this .* has 1"):
         trainer(tmp_path, callback).fit(Net(), loader(1))
 
 
