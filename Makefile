@@ -33,7 +33,7 @@ lint: $(VENV)/.installed
 
 # The documentation in site/, from where it can be opened without a server or a network; a warning is an error.
 docs: $(VENV)/.installed
-	NO_MKDOCS_2_WARNING=1 $(PY) -m mkdocs build --quiet --strict
+	NO_MKDOCS_2_WARNING=1 $(PY) -m mkdocs build --strict
 	@echo "open site/index.html"
 
 # Every row that ends soon, raced and handed to pytest-benchmark, then compared with the committed run; 15 minutes

@@ -330,3 +330,9 @@ def test_signatures(rule: type) -> None:
     bare = [p.replace(annotation=empty) for p in signature.parameters.values()]
     found = signature.replace(parameters=bare, return_annotation=inspect.Signature.empty)
     assert str(found) == SIGNATURES[rule]
+
+
+@each_rule
+def test_a_type_checker_takes_a_rule_for_one(rule: Rule) -> None:
+    """Pyright, unlike mypy, refuses a ClassVar where `Rule` has a property."""
+    assert "per_tensor" not in inspect.get_annotations(type(rule))

@@ -11,6 +11,7 @@ import subprocess
 import sys
 import sysconfig
 import venv
+from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
@@ -32,7 +33,12 @@ PACKAGES = [
     ),
 ]
 
-pytestmark = pytest.mark.slow
+MISSING = [name for name in ("mypy", "lightning", "transformers") if find_spec(name) is None]
+
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.skipif(bool(MISSING), reason=f"not installed: {', '.join(MISSING)}"),
+]
 
 
 def every_name() -> str:

@@ -68,7 +68,10 @@ class GradClipCallback(Callback):
     set to None. `trainer.global_step` counts such a step all the same.
 
     Args:
-        max_norm, rule, norm_type, nonfinite: as of `GradClipper`, for each optimizer.
+        max_norm: as of `GradClipper`, for each optimizer, and so are the next three.
+        rule: instead of a fixed threshold.
+        norm_type: the order of the norm.
+        nonfinite: what to do about NaN and infinities.
         monitor: a `Monitor` that is told of every update; with several optimizers, one for each in
             their order, None for one that is not watched. `step` is the trainer's `global_step`
             without the updates that were taken back, `loss` what ``training_step`` returned (in

@@ -8,6 +8,8 @@ from torch.nn.utils import clip_grad
 
 from fastclip import functional, redirecting
 
+__all__ = ["Patch", "patch"]
+
 _SERVED: dict[str, redirecting.Function] = {
     "clip_grad_norm_": functional.clip_grad_norm_,
     "_get_total_norm": functional.get_total_norm,

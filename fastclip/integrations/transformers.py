@@ -71,7 +71,10 @@ class GradClipCallback(TrainerCallback):
     `clipper` is the `GradClipper` of the training, and `stats` are those of the newest step.
 
     Args:
-        max_norm, rule, norm_type, nonfinite: those of `GradClipper`.
+        max_norm: as of `GradClipper`, and so are the next three.
+        rule: instead of a fixed threshold.
+        norm_type: the order of the norm.
+        nonfinite: what to do about NaN and infinities.
         monitor: what every step is observed by.
         on_critical: what to do about a critical event of the monitor:
 

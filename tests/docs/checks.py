@@ -6,7 +6,10 @@ from dataclasses import fields
 import pytest
 
 import fastclip.monitor
-from fastclip.monitor import JSONL, LayerRow, RollbackPolicy, StepRecord, default_detectors
+from fastclip.monitor import JSONL, RollbackPolicy, StepRecord, default_detectors
+from fastclip.monitor.records import COLUMNS
+from fastclip.monitor.watches.outputs import ModuleStats
+from fastclip.stats import FIELDS, LayerStats
 from tests.docs.pages import Ran, text
 from tests.monitor.recovery.making import event
 
@@ -24,11 +27,6 @@ def monitoring(ran: Ran) -> None:
     assert [record.attempt for record in records] == [0] * 301 + [1]
 
     page = text("monitoring.md")
-    section = page[page.index("## What is recorded") : page.index("### Rows of layers")]
-    metrics = re.findall(r"^\| `(\w+)` \|", section, re.MULTILINE)
-    assert sorted(metrics) == sorted(field.name for field in fields(StepRecord))
-    rows = page[page.index("### Rows of layers") : page.index("## No stall")]
-    assert all(f"`{column}`" in rows for column in LayerRow._fields)
     section = page[page.index("## Detectors") : page.index("### Events")]
     calls = re.findall(r"^\| `(\w+\(.*?\))` \|", section, re.MULTILINE)
     known = {name: getattr(fastclip.monitor, name) for name in fastclip.monitor.__all__}
@@ -52,4 +50,25 @@ def recovery(ran: Ran) -> None:
         assert str(getattr(policy, name)) == value.strip('" ')
 
 
-CHECKS = {"monitoring.md": monitoring, "recovery.md": recovery}
+def statistics(ran: Ran) -> None:
+    """Every field of what is handed out is in the table of its section, and nothing else."""
+    page = text("statistics.md")
+    sections = dict(
+        re.findall(r"^#{2,3} (.+?)\n(.*?)(?=^#{2,3} |\Z)", page, re.MULTILINE | re.DOTALL)
+    )
+    tables = {
+        title: re.findall(
+            r"`(\w+)`", " ".join(re.findall(r"^\| ([^|]+) \|", section, re.MULTILINE))
+        )
+        for title, section in sections.items()
+    }
+    assert sorted(tables["A step"]) == sorted(field.name for field in fields(StepRecord))
+    assert sorted(tables["The gradients"]) == sorted(FIELDS)
+    assert tuple(tables["A row of a layer"]) == COLUMNS
+    rows = sections["The gradients"].partition("`stats.layers()`")[2]
+    said = [*LayerStats._fields, *ran.names["clipper"].counters()]
+    assert [name for name in said if f"`{name}`" not in rows] == []
+    assert [n for n in ModuleStats._fields[1:] if f"`{n}`" not in sections["The activations"]] == []
+
+
+CHECKS = {"monitoring.md": monitoring, "recovery.md": recovery, "statistics.md": statistics}

@@ -35,6 +35,10 @@ def test_make_builds_what_is_tested() -> None:
     assert f"$(PY) {' '.join(COMMAND)}\n" in rule
 
 
+def test_mkdocs_is_content(built: tuple[Path, str]) -> None:
+    assert built[1] == ""
+
+
 def test_every_page_is_built(site: Path) -> None:
     assert sorted(path.relative_to(site).as_posix() for path in site.rglob("*.html")) == sorted(
         BUILT

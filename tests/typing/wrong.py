@@ -5,6 +5,7 @@ from torch import Tensor, nn
 
 import fastclip
 from fastclip import GradClipper, backends
+from fastclip.integrations import lightning, transformers
 from fastclip.monitor import Event, Monitor, Recovery, RollbackPolicy, Spike, StepRecord
 from fastclip.rules import Decision, Measured, State, ZClip
 
@@ -84,3 +85,6 @@ monitor.observe(step=1, stats=1.0)  # type: ignore[arg-type]
 Recovery("checkpoints", {"model": 1})  # type: ignore[dict-item]
 RollbackPolicy(on="fatal")  # type: ignore[arg-type]
 backends.register("mine", lambda: None)  # type: ignore[arg-type, return-value]
+transformers.GradClipCallback("1.0")  # type: ignore[arg-type]
+transformers.GradClipCallback(1.0, on_critical="rollback")  # type: ignore[arg-type]
+lightning.GradClipCallback(1.0, monitor=1)  # type: ignore[arg-type]
