@@ -260,3 +260,20 @@ def test_the_machine_of_all_figures() -> None:
             about = row["cpu"], row["cores"], row["simd"], row["last_level_cache"], row["torch"]
             assert about == ("AMD EPYC", "2", "AVX512", "L3 32768K", "2.13.0+cpu")
             assert row["threads"] == threads or row.get("sweep") == "threads"
+
+
+def test_bytes_are_what_the_rows_say() -> None:
+    for name in CLIPS:
+        row = ours(name)
+        passes = int(row["reads"]) + 2 * int(row["writes"])  # what is written is read before
+        assert passes == (3 if row["clips"] == "True" else 1)
+
+
+def test_the_lists() -> None:
+    small, large, moe = (
+        ours(f"{name}-bfloat16") for name in ("gpt2-small", "gpt2-xl", "moe-20k/256")
+    )
+    elements = int(small["n_bytes"]) / 2e6
+    assert f"GPT-2 small has {small['n_tensors']} tensors and {elements:.0f} million" in TEXT
+    assert f"XL {int(large['n_bytes']) / 2e9:.2f} billion" in TEXT
+    assert f"(`moe`) {int(moe['n_tensors']):,} tensors" in TEXT
