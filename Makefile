@@ -20,7 +20,7 @@ ALONE = $(PY) -m pytest -m alone
 test: $(VENV)/.installed
 	$(SHARED); shared=$$?; $(ALONE) && exit $$shared
 
-# The browser for the tests of the report's page, which are skipped without it.
+# The browser for the tests of the report's page and of the documentation, which are skipped without it.
 chromium:
 	tools/chromium.sh
 
