@@ -14,7 +14,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from torch.nn.utils import clip_grad
 
 import fastclip
-from fastclip import watching
+from fastclip import redirecting, watching
 from tests.making import floats, parameters
 from tests.order_loops import CLIPS, Clip, Training
 
@@ -171,7 +171,7 @@ def test_gradients_are_freed_while_a_guard_is_on() -> None:
 def test_someone_elses_wrapper_is_left_alone() -> None:
     """What wrapped the watched function while a guard was on still works after it."""
     name = "clip_grad_value_"
-    cell, calls = watching._cell(name), []
+    cell, calls = redirecting._place(name).cell, []
     before = cell.cell_contents
     params = parameters(floats(3.0))
     optimizer = torch.optim.SGD(params)
