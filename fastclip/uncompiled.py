@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 
-@torch.compiler.disable(
+@torch.compiler.disable(  # type: ignore[untyped-decorator]  # torch does not annotate it
     reason="GradClipper counts and decides on the host: call it outside of what is compiled, or "
     "compile fastclip.clip_grad_norm_ instead"
 )
