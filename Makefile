@@ -7,7 +7,7 @@ PY := $(VENV)/bin/python
 PIP := $(PY) -m pip install --quiet --disable-pip-version-check --constraint constraints.txt
 CXX_FILES = find csrc tests -type f '(' -name '*.cpp' -o -name '*.h' -o -name '*.cu' -o -name '*.cuh' ')'
 
-.PHONY: demo test chromium lint docs bench bench-peers bench-scaling bench-training bench-distributed bench-plan bench-recovery bench-telemetry bench-watches plots gate test-triton-oldest test-torches test-gpu bench-gpu coverage format clean
+.PHONY: demo test chromium lint docs bench bench-peers bench-scaling bench-training bench-distributed bench-plan bench-recovery bench-telemetry bench-watches plots gate test-triton-oldest test-torches test-gpu bench-gpu wheel wheel-beside coverage format clean
 
 demo: $(VENV)/.installed
 	$(PY) -m fastclip demo
@@ -20,7 +20,7 @@ ALONE = $(PY) -m pytest -m alone
 test: $(VENV)/.installed
 	$(SHARED); shared=$$?; $(ALONE) && exit $$shared
 
-# The browser for the tests of the report's page, which are skipped without it.
+# The browser for the tests of the report's page and of the documentation, which are skipped without it.
 chromium:
 	tools/chromium.sh
 
@@ -33,7 +33,7 @@ lint: $(VENV)/.installed
 
 # The documentation in site/, from where it can be opened without a server or a network; a warning is an error.
 docs: $(VENV)/.installed
-	NO_MKDOCS_2_WARNING=1 $(PY) -m mkdocs build --quiet --strict
+	NO_MKDOCS_2_WARNING=1 $(PY) -m mkdocs build --strict
 	@echo "open site/index.html"
 
 # Every row that ends soon, raced and handed to pytest-benchmark, then compared with the committed run; 15 minutes
@@ -126,6 +126,15 @@ test-gpu:
 
 bench-gpu:
 	timeout 480 $(GPU_PYTHON) -m benchmarks.gpu
+
+# For a release: sdist and wheel, audited, and the wheel tried where there is torch alone; two minutes on two cores.
+# With the CUDA kernels in it, too, if there is nvcc: make wheel FASTCLIP_BUILD_CUDA=1
+wheel: $(VENV)/.installed
+	$(PY) -m tools.wheel
+
+# That wheel beside the newest transformers, accelerate and Lightning: a new environment with all of them.
+wheel-beside: wheel
+	$(PY) -m tools.wheel_beside
 
 coverage: $(VENV)/.installed
 	$(SHARED) --cov --cov-report=; shared=$$?; $(ALONE) --cov --cov-append && exit $$shared

@@ -1,4 +1,4 @@
-"""`python -m benchmarks.plots`: every picture of the README, from the CSVs under results/ alone.
+"""`python -m benchmarks.plots`: every picture of docs/performance.md, from CSVs of results/ alone.
 
 Needs matplotlib (the extra ``bench``) and not torch.
 """
@@ -69,7 +69,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="python -m benchmarks.plots",
-        description="The pictures of the README, from the CSVs.",
+        description="The pictures of docs/performance.md, from the CSVs.",
     )
     parser.add_argument("--results", type=Path, default=RESULTS, help="the folder of the CSVs")
     parser.add_argument("--gpu", type=Path, metavar="CSV", help="those of a GPU instead")

@@ -129,7 +129,9 @@ def host_flags(csrc: Path, torch_dir: Path, source_hash: str) -> list[str]:
     if not (torch_dir / "include/torch/csrc/stable/library.h").is_file():
         raise BuildError(f"{torch_dir} has no stable-ABI headers (torch 2.10 and later have them)")
     hashed = f'-DFASTCLIP_SOURCE_HASH="{source_hash}"'
-    return [hashed, f"-I{csrc}", "-isystem", str(torch_dir / "include")]
+    # In messages stand the names of files: those of the package, not of the machine that built it.
+    names = [f"-ffile-prefix-map={csrc}=csrc", f"-ffile-prefix-map={torch_dir}=torch"]
+    return [hashed, *names, f"-I{csrc}", "-isystem", str(torch_dir / "include")]
 
 
 def assemble(

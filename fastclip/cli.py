@@ -51,6 +51,7 @@ ARGUMENTS: dict[str, list[tuple[str, dict[str, Any]]]] = {
         ("--csv", {"metavar": "PATH", "help": "also write every time, with the machine"}),
         ("--plot", {"metavar": "PATH", "help": "also draw it: png, svg or pdf"}),
     ],
+    "check": [("--backend", {"metavar": "NAME", "help": "this one alone, which has to be usable"})],
     "replay": [LOG],
     "calibrate": [
         LOG,

@@ -47,8 +47,13 @@ class Contributions(NamedTuple):
 class RankStats(NamedTuple):
     """What one process held, in Python numbers, before it was combined with what others held.
 
-    `norm` and `max_abs` are over all its gradients, its replicas of others' included; `nan` and
-    `inf` count elements, and `nonfinite` names the gradients that have any.
+    Attributes:
+        rank: the global rank.
+        norm: of all its gradients as one vector, its replicas of others' included.
+        max_abs: the largest finite magnitude among them.
+        nan: elements that are NaN.
+        inf: elements that are infinite.
+        nonfinite: the names of the gradients that have any of these.
     """
 
     rank: int

@@ -13,7 +13,7 @@ from torch.amp import GradScaler
 from torch.amp.grad_scaler import OptState
 from torch.optim import Optimizer
 
-from fastclip import passes
+from fastclip import accelerated, passes
 from fastclip import table as tables
 from fastclip.gradients import Gradients, Listed
 
@@ -21,6 +21,9 @@ ORDER = (
     "the order is scaler.scale(loss).backward(), then clipper.step(optimizer, scaler=scaler) or "
     "clipper.clip_(optimizer, scaler=scaler) and scaler.step(optimizer), then scaler.update()"
 )
+
+# Lightning's: their step asks the framework's scaler, which knows only the optimizer inside.
+_WRAPPERS = ("LightningOptimizer", "_FabricOptimizer")
 
 
 class WithoutScaler:
@@ -172,7 +175,10 @@ def scale_of(optimizer: Any, scaler: Any, policy: str) -> WithoutScaler:
             'nonfinite="zero" would hide from the scaler that its scale is too large: with an '
             'enabled scaler, use "skip"'
         )
-    return WithScaler(scaler, optimizers_of(optimizer))
+    optimizers = optimizers_of(optimizer)
+    for each in optimizers:
+        _refuse_wrapper(each)
+    return WithScaler(scaler, optimizers)
 
 
 def optimizers_of(optimizer: Any) -> list[Optimizer]:
@@ -182,11 +188,29 @@ def optimizers_of(optimizer: Any) -> list[Optimizer]:
     for each in optimizers:
         if not hasattr(each, "param_groups"):
             raise TypeError(f"optimizer must be an optimizer or several, got {type(each).__name__}")
+        if accelerated.among(each):
+            raise TypeError(
+                "optimizers that accelerate has prepared must be passed one by one or in a list, "
+                f"got {type(optimizer).__name__}"
+            )
     if not optimizers:
         raise ValueError(f"optimizer must be an optimizer or several, got {optimizer!r:.80}")
     if len(set(map(id, optimizers))) < len(optimizers):
         raise ValueError(f"an optimizer comes twice among the {len(optimizers)} that were passed")
     return optimizers
+
+
+def _refuse_wrapper(optimizer: Optimizer) -> None:
+    """Raise `TypeError` for an optimizer whose step would take the loss scale out once more."""
+    kinds = [kind.__name__ for kind in type(optimizer).__mro__]
+    wrapper = next((name for name in _WRAPPERS if name in kinds), None)
+    if wrapper is not None:
+        raise TypeError(
+            f"{kinds[0]} is a {wrapper}, whose step hands the scaler the optimizer inside, so the "
+            "loss scale would be taken out twice: call clipper.clip_(optimizer.optimizer, "
+            "scaler=scaler) and then optimizer.step(), without scaler.step and scaler.update; in a "
+            "LightningModule use fastclip.integrations.lightning.GradClipCallback"
+        )
 
 
 def claims_flags(optimizer: Optimizer) -> bool:

@@ -23,7 +23,17 @@ By = Literal["norm", "max_abs", "nonfinite", "zero"]
 
 
 class LayerStats(NamedTuple):
-    """One row: Python numbers. `nan`, `inf` and `zero` count elements."""
+    """One row of `GradStats`, in Python numbers.
+
+    Attributes:
+        name: of the parameter, or its position.
+        numel: elements.
+        norm: of the order of the statistics.
+        max_abs: the largest finite magnitude, 0 if there is none.
+        nan: elements that are NaN.
+        inf: elements that are infinite.
+        zero: elements that are zero.
+    """
 
     name: str
     numel: int

@@ -5,7 +5,8 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-from fastclip.backends import Backend
+from fastclip import backends
+from fastclip.backends import Backend, registry
 from fastclip.testing.variants import Variant, variants
 
 VARIANTS = variants()
@@ -21,6 +22,15 @@ def _threads_restored() -> Iterator[None]:
     before = torch.get_num_threads()
     yield
     torch.set_num_threads(before)
+
+
+@pytest.fixture(autouse=True)
+def _backends_restored() -> Iterator[None]:
+    """Backends that a test, or a page of the documentation, has registered are gone after it."""
+    yield
+    if registry._registered:
+        registry._registered.clear()
+        backends._found.cache_clear()
 
 
 @pytest.fixture(params=VARIANTS, ids=lambda variant: variant.id)

@@ -302,11 +302,11 @@ def test_drawing_needs_no_torch(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("picture", plots.PICTURES, ids=lambda picture: picture.name)
-def test_the_readme_shows_each_picture_as_its_csv_has_it(
+def test_performance_shows_each_picture_as_its_csv_has_it(
     picture: plots.Picture, tmp_path: Path
 ) -> None:
     name = f"{picture.name}.svg"
-    assert f"(docs/{name})" in (ROOT / "README.md").read_text()
+    assert f"({name})" in (plots.DOCS / "performance.md").read_text()
     style.save(picture.draw(*(read(RESULTS / one) for one in picture.sources)), tmp_path / name)
     drawn = (tmp_path / name).read_text()
     assert drawn.count("<path") == (plots.DOCS / name).read_text().count("<path")

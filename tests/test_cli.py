@@ -150,16 +150,16 @@ def test_closed_pipe_is_no_traceback() -> None:
 
 @pytest.mark.parametrize("status", [0, 1])
 def test_check_is_wired(status: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    seen: list[bool] = []
+    seen: list[tuple[bool, str | None]] = []
 
-    def check(json: bool) -> int:
-        seen.append(json)
+    def check(json: bool, backend: str | None) -> int:
+        seen.append((json, backend))
         return status
 
     monkeypatch.setitem(sys.modules, "fastclip.commands.check", SimpleNamespace(run=check))
     assert main(["check"]) == status
-    assert main(["check", "--json"]) == status
-    assert seen == [False, True]
+    assert main(["check", "--json", "--backend", "cpu"]) == status
+    assert seen == [(False, None), (True, "cpu")]
 
 
 def test_other_missing_modules_are_not_hidden(monkeypatch: pytest.MonkeyPatch) -> None:

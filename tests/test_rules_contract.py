@@ -4,43 +4,24 @@ import inspect
 import math
 import re
 import textwrap
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
 
 import fastclip
 from fastclip import rules
 from fastclip.rules import AGC, AdaGC, AutoClip, Decision, LogZ, MaxNorm, Rule, State, ZClip
+from fastclip.testing.waiting import NoWaiting
 from tests.stepping import CPU, RULES, log_normal, measured, run, run_rows
 
 INF, NAN = math.inf, math.nan
 aten = torch.ops.aten
 
 each_rule = pytest.mark.parametrize("rule", RULES.values(), ids=RULES.keys())
-
-
-class NoWaiting(TorchDispatchMode):
-    """Fails on what makes the host wait for a device, were the tensors on one."""
-
-    REFUSED = frozenset(
-        {
-            *(aten._local_scalar_dense.default, aten.is_nonzero.default, aten.equal.default),
-            *(aten.nonzero.default, aten.index.Tensor, aten.masked_select.default),
-            aten.lift_fresh.default,  # torch.tensor(...), which would be sent there
-        }
-    )
-
-    def __torch_dispatch__(
-        self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Any = None
-    ) -> Any:
-        if func in self.REFUSED:
-            raise AssertionError(f"{func} waits for the device")
-        return func(*args, **(kwargs or {}))
 
 
 WAITING: dict[str, Callable[[Tensor], object]] = {
@@ -349,3 +330,9 @@ def test_signatures(rule: type) -> None:
     bare = [p.replace(annotation=empty) for p in signature.parameters.values()]
     found = signature.replace(parameters=bare, return_annotation=inspect.Signature.empty)
     assert str(found) == SIGNATURES[rule]
+
+
+@each_rule
+def test_a_type_checker_takes_a_rule_for_one(rule: Rule) -> None:
+    """Pyright, unlike mypy, refuses a ClassVar where `Rule` has a property."""
+    assert "per_tensor" not in inspect.get_annotations(type(rule))

@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
-# Installs Chromium and its driver, in which the tests of the report open its pages, where they are
-# missing: as root, with apt-get. Fails where that cannot be done.
+# Installs Chromium and its driver, in which the tests of the report and of the documentation open
+# pages, where they are missing: as root, with apt-get. Fails where that cannot be done.
 set -euo pipefail
 
 present() { command -v chromium >/dev/null && command -v chromedriver >/dev/null; }

@@ -54,7 +54,8 @@ def _target(path: str, page: str, link: str, config: MkDocsConfig, files: Files)
     """What a page of the site links to for a path of the repository."""
     inside = path.removeprefix("docs/") if path.startswith("docs/") else PAGES.get(path)
     if inside is None and (ROOT / path).is_file():
-        inside = f"{COPIES}/{path}"
+        # As text a browser shows them, and mkdocs makes no page of one in Markdown.
+        inside = f"{COPIES}/{path}" + (".txt" if path.endswith((".md", ".py")) else "")
         if files.get_file_from_path(inside) is None:
             files.append(File.generated(config, inside, abs_src_path=str(ROOT / path)))
     return link if inside is None else posixpath.relpath(inside, posixpath.dirname(page) or ".")
@@ -63,7 +64,7 @@ def _target(path: str, page: str, link: str, config: MkDocsConfig, files: Files)
 def _helped(match: re.Match[str]) -> str:
     out = StringIO()
     before = os.environ.get("COLUMNS")
-    os.environ["COLUMNS"] = "88"  # argparse asks it how wide a terminal is
+    os.environ["COLUMNS"] = "80"  # argparse asks it how wide a terminal is
     try:
         with redirect_stdout(out):
             fastclip(match[1].split()[1:])

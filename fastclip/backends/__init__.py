@@ -2,7 +2,7 @@
 
 Asked for by name (`backend`, else the environment variable ``FASTCLIP_BACKEND``), a backend that
 cannot be had is an error. Otherwise the first of `AUTOMATIC` that is available is taken;
-`explain` says which one that is and why.
+`explain` says which one that is and why. Backends of others serve only where they are asked for.
 """
 
 import functools
@@ -11,13 +11,15 @@ import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
-from importlib import import_module
 
 import torch
 
+from fastclip.backends import registry
 from fastclip.backends.contract import Backend as Backend
 from fastclip.backends.contract import Refused as Refused
 from fastclip.backends.contract import Unavailable as Unavailable
+from fastclip.backends.contract import clip_in_passes as clip_in_passes
+from fastclip.backends.registry import register as register
 
 __all__ = [
     "Backend",
@@ -26,11 +28,11 @@ __all__ = [
     "available",
     "backend",
     "choose",
+    "clip_in_passes",
     "explain",
     "get",
+    "register",
 ]
-
-_MODULES = {"reference": "reference", "cpu": "native", "triton": "triton", "cuda": "cuda"}
 
 # Per device type, best first; any other device has the reference alone.
 AUTOMATIC = {"cpu": ("cpu", "reference"), "cuda": ("triton", "cuda", "reference")}
@@ -44,13 +46,13 @@ _requested: ContextVar[str | None] = ContextVar("fastclip.backend", default=None
 
 def available() -> dict[str, str | None]:
     """Every backend's name, and None if it can be used here, else the reason why not."""
-    found = {name: _found(name) for name in _MODULES}
+    found = {name: _found(name) for name in registry.names()}
     return {name: str(b) if isinstance(b, Unavailable) else None for name, b in found.items()}
 
 
 def get(name: str) -> Backend:
     """The backend of that name. Raises `RuntimeError` if there is none or it cannot be used."""
-    if name not in _MODULES:
+    if not registry.exists(name):
         raise RuntimeError(f"there is no backend {name!r}; {_usable()}")
     found = _found(name)
     if isinstance(found, Unavailable):
@@ -145,16 +147,15 @@ def _automatic(device_type: str) -> tuple[Backend, list[str]]:
 def _found(name: str) -> Backend | Unavailable:
     """Looked for once: what is missing at the first use is not searched at every step."""
     try:
-        found: Backend = import_module(f"fastclip.backends.{_MODULES[name]}").provide()
+        return registry.provide(name)
     except Unavailable as reason:
         return reason
-    return found
 
 
 def _usable(device_type: str | None = None) -> str:
     names = [
         name
-        for name in _MODULES
+        for name in registry.names()
         if isinstance(found := _found(name), Backend)
         and (device_type is None or found.serves(device_type))
     ]

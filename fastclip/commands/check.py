@@ -5,7 +5,8 @@ from dataclasses import asdict, dataclass, field
 
 import torch
 
-from fastclip.commands import print_json, progress
+from fastclip import backends
+from fastclip.commands import InputError, print_json, progress
 from fastclip.testing import trials
 from fastclip.testing.cases import BACKEND_CASES, Case
 from fastclip.testing.variants import Variant, variants
@@ -84,13 +85,25 @@ def _table(results: list[Result]) -> str:
     return "\n".join(lines)
 
 
-def run(json: bool) -> int:
+def _chosen(backend: str | None) -> list[Variant]:
+    """All, or those of one backend, which then has to be usable."""
+    if backend is None:
+        return variants()
+    try:
+        backends.get(backend)
+    except RuntimeError as error:
+        raise InputError(" ".join(str(error).split())) from error
+    return [variant for variant in variants() if variant.backend == backend]
+
+
+def run(json: bool, backend: str | None = None) -> int:
     """Check, print, and return the exit status: 1 on any mismatch."""
+    chosen = _chosen(backend)
     start = time.perf_counter()
     threads = torch.get_num_threads()
     torch.set_num_threads(1)  # for lists as small as these: half the time
     try:
-        results = [check_variant(variant) for variant in variants()]
+        results = [check_variant(variant) for variant in chosen]
     finally:
         torch.set_num_threads(threads)
     seconds = time.perf_counter() - start

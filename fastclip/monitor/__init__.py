@@ -56,7 +56,6 @@ if TYPE_CHECKING:
     from fastclip.monitor.layers import LayerTable as LayerTable
     from fastclip.monitor.log import JSONL as JSONL
     from fastclip.monitor.monitor import Monitor as Monitor
-    from fastclip.monitor.monitor import Sink as Sink
     from fastclip.monitor.observed import Watch as Watch
     from fastclip.monitor.records import Event as Event
     from fastclip.monitor.records import LayerRow as LayerRow
@@ -66,6 +65,7 @@ if TYPE_CHECKING:
     from fastclip.monitor.recovery import Rollback as Rollback
     from fastclip.monitor.recovery import RollbackPolicy as RollbackPolicy
     from fastclip.monitor.sinks.console import Console as Console
+    from fastclip.monitor.sinks.contract import Sink as Sink
     from fastclip.monitor.sinks.mlflow import MLflow as MLflow
     from fastclip.monitor.sinks.tensorboard import TensorBoard as TensorBoard
     from fastclip.monitor.sinks.wandb import WandB as WandB
@@ -124,11 +124,12 @@ _MODULES = {
     "diagnosis.result": ("Diagnosis",),
     "layers": ("LayerTable",),
     "log": ("JSONL",),
-    "monitor": ("Monitor", "Sink"),
+    "monitor": ("Monitor",),
     "observed": ("Watch",),
     "records": ("Event", "LayerRow", "StepRecord"),
     "recovery": ("Checkpoint", "Recovery", "Rollback", "RollbackPolicy"),
     "sinks.console": ("Console",),
+    "sinks.contract": ("Sink",),
     "sinks.mlflow": ("MLflow",),
     "sinks.tensorboard": ("TensorBoard",),
     "sinks.wandb": ("WandB",),

@@ -16,7 +16,7 @@ RATES = (0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5)
 class Calibration(NamedTuple):
     """A threshold and how much can be made of it.
 
-    Args:
+    Attributes:
         max_norm: the threshold, in the unit of the norms.
         clip_rate: the share of the norms above it.
         samples: how many norms there were.

@@ -15,8 +15,10 @@ if TYPE_CHECKING:
 class LayerTable(NamedTuple):
     """Numbers of n layers by column: what a watch or a caller has of them.
 
-    `columns` has names of fields of `LayerRow`, and n numbers for each: a tensor ``[n]``, which may
-    be on a device, or a sequence, in which None is missing.
+    Attributes:
+        names: of the layers.
+        columns: names of fields of `LayerRow`, and n numbers for each: a tensor ``[n]``, which may
+            be on a device, or a sequence, in which None is missing.
     """
 
     names: tuple[str, ...]

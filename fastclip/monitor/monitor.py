@@ -6,7 +6,7 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 from fastclip.monitor.bands import Bands, require_bands
 from fastclip.monitor.detectors import Detector, default_detectors
@@ -15,9 +15,13 @@ from fastclip.monitor.layers import Carriers
 from fastclip.monitor.log import JSONL
 from fastclip.monitor.observed import Watch, given
 from fastclip.monitor.records import Event, StepRecord
+from fastclip.monitor.sinks.contract import Sink
 from fastclip.monitor.telemetry import Row, Telemetry
 
 if TYPE_CHECKING:
+    from typing_extensions import Unpack
+
+    from fastclip.monitor.observed import Fields
     from fastclip.stats import GradStats
 
 KEPT = 2000  # states to go back to
@@ -25,18 +29,6 @@ KEPT = 2000  # states to go back to
 States = tuple[Any, ...]  # of the bands, then of each detector
 
 _NOTHING = (0, -math.inf)  # attempt and step before any record
-
-
-class Sink(Protocol):
-    """Where records and events go. It may also have
-
-    * ``last() -> StepRecord | None``: the newest record it holds, of what it continues;
-    * ``amend(record: StepRecord)``: takes a record that it has already (the same attempt and step),
-      now with rows of layers;
-    * ``close()``: called when the Monitor is closed.
-    """
-
-    def write(self, record: StepRecord, events: list[Event]) -> None: ...
 
 
 class Monitor:
@@ -117,7 +109,9 @@ class Monitor:
         """Of the newest record; before there is one, of the log that a sink continues."""
         return max(self._attempt, self._logged[0])
 
-    def observe(self, *, step: int, stats: "GradStats | None" = None, **fields: Any) -> list[Event]:
+    def observe(
+        self, *, step: int, stats: "GradStats | None" = None, **fields: "Unpack[Fields]"
+    ) -> list[Event]:
         """Take in what was measured in a step; the events of the records that are complete by now.
 
         Without tensors on a device that is this step's record. With some it is the one of two steps

@@ -2,7 +2,7 @@
 
 import math
 import sys
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
@@ -10,9 +10,35 @@ from fastclip.monitor.layers import LayerTable, merged, require_table
 from fastclip.monitor.records import AS_IT_IS, NAMES, checked
 
 if TYPE_CHECKING:
-    from torch import Tensor
+    from typing import SupportsFloat
 
-    from fastclip.stats import GradStats
+    from torch import Tensor
+    from typing_extensions import TypedDict
+
+    from fastclip.monitor.records import LayerRow
+    from fastclip.stats import GradStats, LayerStats
+
+    Number = SupportsFloat | None  # of Python or NumPy, or a tensor of one element
+
+    class Fields(TypedDict, total=False):
+        """What `Monitor.observe` takes beside the step and the statistics, as a type checker has
+        to know it: the fields of `StepRecord`."""
+
+        loss: Number
+        val_loss: Number
+        grad_norm: Number
+        clip_coef: Number
+        clipped: Number
+        lr: Number
+        loss_scale: Number
+        nonfinite_count: Number
+        skipped: Number
+        activation_max: Number
+        param_norm: Number
+        update_ratio: Number
+        batch: Any
+        attempt: int
+        layers: LayerTable | Sequence[LayerRow | LayerStats] | None
 
 
 _KNOWN = frozenset(NAMES)

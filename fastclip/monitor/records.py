@@ -12,9 +12,13 @@ LEVELS: tuple[Level, ...] = ("info", "warn", "critical")  # ascending
 class LayerRow(NamedTuple):
     """One layer in one step: its gradient before clipping, and its parameter.
 
-    `norm` and `max_abs` (over finite elements) of the gradient, without a loss scale; `nonfinite`,
-    the share of its elements that are NaN or infinite; `param_norm` after the update;
-    `update_ratio`, the norm of the update over that of the parameter before it.
+    Attributes:
+        name: of the parameter.
+        norm: of the gradient, without a loss scale.
+        max_abs: the largest finite magnitude in the gradient, without a loss scale.
+        nonfinite: the share of the gradient's elements that are NaN or infinite, 0 to 1.
+        param_norm: the 2-norm of the parameter after the update.
+        update_ratio: the 2-norm of the update over that of the parameter before it.
     """
 
     name: str

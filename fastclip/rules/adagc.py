@@ -3,7 +3,6 @@
 import math
 import sys
 from dataclasses import dataclass
-from typing import ClassVar
 
 import torch
 
@@ -55,7 +54,7 @@ class AdaGC:
     max_norm: float | None = 1.0
     eps: float = 1e-6
 
-    per_tensor: ClassVar[bool] = True
+    per_tensor = True
 
     def __post_init__(self) -> None:
         require("ratio", self.ratio, "a finite number over 0", lambda x: x > 0)

@@ -3,7 +3,6 @@
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -48,8 +47,8 @@ class AGC:
     clip_factor: float = 0.01
     eps: float = 1e-3
 
-    per_tensor: ClassVar[bool] = True
-    by_unit: ClassVar[bool] = True
+    per_tensor = True
+    by_unit = True
 
     def __post_init__(self) -> None:
         require("clip_factor", self.clip_factor, "a finite number over 0", lambda x: x > 0)

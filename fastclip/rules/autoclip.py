@@ -2,7 +2,6 @@
 
 import math
 from dataclasses import dataclass
-from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -42,7 +41,7 @@ class AutoClip:
     window: int = 1000
     max_norm: float | None = None
 
-    per_tensor: ClassVar[bool] = False
+    per_tensor = False
 
     def __post_init__(self) -> None:
         require("percentile", self.percentile, "a number from 0 to 100", lambda x: 0 <= x <= 100)

@@ -19,30 +19,42 @@ class Measured(NamedTuple):
 
     Norms are those of the whole gradients before clipping, without the loss scale; `parameters` and
     `gradients` are what this process holds of DTensors, and empty under process groups.
+
+    Attributes:
+        total: the norm of all gradients as one vector, 0-d float64.
+        norms: ``[n]`` float64.
+        step: steps before this one, skipped ones included.
+        parameters: n of them, on their own devices.
+        gradients: n of them, as they are stored: still times the loss scale.
+        inv_scale: one over the loss scale, 0-d; None without one.
+        unit_norms: 2-norms of the gradients' units, one gradient after the other, float64
+            ``[units]``, as stored: for a rule with `by_unit`, where the backend finds them in the
+            same read.
+        whole_units: of DTensors over several processes, for a rule with `by_unit`: for each tensor
+            the 2-norms of the whole units that `gradients` and `parameters` have parts of, in this
+            order, float64 ``[2, units]``; the gradients' as stored.
     """
 
-    total: Tensor  # 0-d float64, the norm of all gradients as one vector
-    norms: Tensor  # [n] float64
-    step: int  # steps before this one, skipped ones included
-    parameters: Sequence[Tensor]  # [n], on their own devices
-    gradients: Sequence[Tensor]  # [n], as they are stored: still times the loss scale
-    inv_scale: Tensor | None  # 0-d, one over the loss scale; None without one
-    # 2-norms of the gradients' units, one gradient after the other, float64 [units], as stored: for
-    # a rule with `by_unit`, where the backend finds them in the same read
+    total: Tensor
+    norms: Tensor
+    step: int
+    parameters: Sequence[Tensor]
+    gradients: Sequence[Tensor]
+    inv_scale: Tensor | None
     unit_norms: Tensor | None = None
-    # of DTensors over several processes, for a rule with `by_unit`: for each tensor the 2-norms of
-    # the whole units that `gradients` and `parameters` have parts of, in this order, float64
-    # [2, units]; the gradients' as stored
     whole_units: Sequence[Tensor] | None = None
 
 
 class Decision(NamedTuple):
     """What to multiply the gradients by, why, and what to remember.
 
-    `coef` and `threshold` are float64, 0-d, or ``[n]`` from a rule per tensor. A rule that scales
-    units (the slices along a tensor's first dimension) gives `units` too: for each tensor one
-    coefficient per unit, float64 ``[units]`` on the tensor's own device; `coef` and `threshold`
-    then are each tensor's smallest.
+    Attributes:
+        coef: float64, 0-d, or ``[n]`` from a rule per tensor.
+        threshold: what it was computed from, of the same shape.
+        state: after this step.
+        units: from a rule that scales units (the slices along a tensor's first dimension): for each
+            tensor one coefficient per unit, float64 ``[units]`` on the tensor's own device; `coef`
+            and `threshold` then are each tensor's smallest.
     """
 
     coef: Tensor

@@ -1,7 +1,6 @@
 """A threshold for the global norm from the z-score of its logarithm."""
 
 from dataclasses import dataclass
-from typing import ClassVar
 
 import torch
 
@@ -66,7 +65,7 @@ class LogZ:
     warmup: int = 50
     max_norm: float | None = None
 
-    per_tensor: ClassVar[bool] = False
+    per_tensor = False
 
     def __post_init__(self) -> None:
         require("k", self.k, "a finite number of at least 0", lambda x: x >= 0)

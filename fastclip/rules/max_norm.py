@@ -2,7 +2,6 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -30,7 +29,7 @@ class MaxNorm:
 
     max_norm: float | Tensor | Callable[[int], float]
 
-    per_tensor: ClassVar[bool] = False
+    per_tensor = False
 
     def __post_init__(self) -> None:
         if isinstance(self.max_norm, Tensor):

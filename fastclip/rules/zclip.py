@@ -2,7 +2,6 @@
 
 import math
 from dataclasses import dataclass
-from typing import ClassVar
 
 import torch
 
@@ -62,7 +61,7 @@ class ZClip:
     max_norm: float | None = 1.0
     eps: float = 1e-6
 
-    per_tensor: ClassVar[bool] = False
+    per_tensor = False
 
     def __post_init__(self) -> None:
         require("alpha", self.alpha, "a number of at least 0 and under 1", lambda x: 0 <= x < 1)

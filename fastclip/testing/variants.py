@@ -1,6 +1,5 @@
 """Every backend at every SIMD level, the ones that cannot run here included, with the reason."""
 
-import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -44,10 +43,9 @@ class Variant:
 
 
 def _device(name: str) -> str:
-    """Where a backend of that name runs."""
-    if name in ("reference", "cpu") or (name == "triton" and os.environ.get("TRITON_INTERPRET")):
-        return "cpu"
-    return "cuda"
+    """The type of device on which an available backend is tried."""
+    types = backends.get(name).device_types
+    return "cpu" if types is None or "cpu" in types else min(types)
 
 
 def _simd_reason(level: str) -> str | None:
@@ -73,7 +71,8 @@ def variants() -> list[Variant]:
                 norms = NORM_TYPES if level == "plain" else SIMD_NORM_TYPES
                 found.append(Variant(f"cpu-{level}", name, "cpu", level, why, norms))
         else:
-            found.append(Variant(name, name, _device(name), None, reason))
+            device = "none" if reason else _device(name)
+            found.append(Variant(name, name, device, None, reason))
     if torch.cuda.is_available():
         found.append(Variant("reference-cuda", "reference", "cuda"))
     return found

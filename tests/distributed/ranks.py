@@ -228,7 +228,7 @@ def _call(rank: int, request: Request) -> Any:
     import torch.distributed as dist
 
     torch.manual_seed(0)
-    store = dist.FileStore(request.store, request.size)
+    store = dist.FileStore(request.store, request.size)  # type: ignore[attr-defined]  # torch does not export it
     dist.init_process_group(
         "gloo",
         store=store,

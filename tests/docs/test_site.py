@@ -1,10 +1,11 @@
 """The site is whole: no link leads nowhere, nothing is fetched, and every public name is there."""
 
+import ast
 import importlib
 import io
-import pkgutil
 import re
 from collections import defaultdict
+from collections.abc import Iterator
 from contextlib import redirect_stdout
 from pathlib import Path
 from types import ModuleType
@@ -12,8 +13,6 @@ from urllib.parse import unquote, urlsplit
 
 import pytest
 
-import fastclip
-import fastclip.integrations
 from fastclip.cli import COMMANDS, main
 from tests.docs.html import parsed
 from tests.docs.pages import DOCS, PAGES, ROOT
@@ -33,6 +32,10 @@ COMMANDS_WITH_HELP = ("", *COMMANDS)
 def test_make_builds_what_is_tested() -> None:
     rule = (ROOT / "Makefile").read_text(encoding="utf-8").partition("\ndocs:")[2]
     assert f"$(PY) {' '.join(COMMAND)}\n" in rule
+
+
+def test_mkdocs_is_content(built: tuple[Path, str]) -> None:
+    assert built[1] == ""
 
 
 def test_every_page_is_built(site: Path) -> None:
@@ -77,11 +80,10 @@ def test_style_sheets_fetch_nothing(site: Path) -> None:
         assert [url for url in found if not url.strip("\"'").startswith(("data:", "#"))] == []
 
 
-def public() -> dict[int, set[str]]:
-    """The names under which each public object may be had, by object."""
+def public() -> list[set[str]]:
+    """For each public object, the names under which it may be had."""
     names: dict[int, set[str]] = defaultdict(set)
-    integrations = pkgutil.iter_modules(fastclip.integrations.__path__, "fastclip.integrations.")
-    for name in (*MODULES, *(module.name for module in integrations)):
+    for name in MODULES:
         module = importlib.import_module(name)
         names[id(module)].add(name)
         for each in module.__all__:
@@ -89,17 +91,28 @@ def public() -> dict[int, set[str]]:
             if each != "__version__":
                 own = isinstance(value, ModuleType)
                 names[id(value)].add(value.__name__ if own else f"{name}.{each}")
-    return names
+    return [*names.values(), *({name} for name in integrated())]
+
+
+def integrated() -> Iterator[str]:
+    """The integrations and their public names, read: to import them takes every framework."""
+    for path in (ROOT / "fastclip" / "integrations").glob("*.py"):
+        for node in ast.parse(path.read_text(encoding="utf-8")).body:
+            if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == "__all__":
+                module = f"fastclip.integrations.{path.stem}"
+                yield module
+                yield from (f"{module}.{name}" for name in ast.literal_eval(node.value))
 
 
 def test_every_public_name_has_one_entry(site: Path) -> None:
     anchors = [name for page in BUILT for name in parsed(site / page).anchors]
     entries = {
         min(names): [anchor for anchor in anchors if anchor in names]
-        for names in public().values()
+        for names in public()
         if names != {"fastclip"}
     }
     assert len(entries) > 60
+    assert "fastclip.integrations.torch.patch" in entries
     assert {name: found for name, found in entries.items() if len(found) != 1} == {}
 
 
@@ -113,7 +126,7 @@ def test_nothing_private_has_an_entry(site: Path) -> None:
 def test_the_help_of_a_command_is_shown(
     site: Path, command: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setenv("COLUMNS", "88")
+    monkeypatch.setenv("COLUMNS", "80")
     out = io.StringIO()
     with redirect_stdout(out), pytest.raises(SystemExit):
         main([*command.split(), "--help"])

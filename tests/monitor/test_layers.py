@@ -244,7 +244,7 @@ def test_a_refused_call_takes_nothing_from_a_watch() -> None:
     sink = Kept()
     monitor = Monitor([], [sink], watches=[Watching({"param_norm": 2.0})])
     with pytest.raises(TypeError, match="a record has no 'los'"):
-        monitor.observe(step=0, los=1.0)
+        monitor.observe(step=0, los=1.0)  # type: ignore[call-arg]
     monitor.observe(step=0)
     assert sink.records[0].param_norm == 2.0
 

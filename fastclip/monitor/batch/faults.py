@@ -9,8 +9,10 @@ from typing import NamedTuple
 class NonFiniteOrigin(NamedTuple):
     """Where numbers first cease to be finite.
 
-    `module`: its name in `named_modules`; "" is the model itself, and also the code of `forward()`
-    around it. `where`: "input", "forward" or "backward".
+    Attributes:
+        module: its name in `named_modules`; "" is the model itself, and also the code of
+            `forward()` around it.
+        where: "input", "forward" or "backward".
     """
 
     module: str

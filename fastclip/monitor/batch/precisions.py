@@ -18,10 +18,13 @@ DTYPES = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
 class PrecisionReport(NamedTuple):
     """What a batch did in one precision.
 
-    `loss`; `grad_norm`, the 2-norm of all gradients of the model's parameters; `activation_max`,
-    the largest magnitude in any module's output: infinite where one is, NaN where one is;
-    `nonfinite`, the name of the first module at fault, as `find_first_nonfinite` finds it: "" is
-    the model itself, None that there is none.
+    Attributes:
+        loss: what `forward()` returned.
+        grad_norm: the 2-norm of all gradients of the model's parameters.
+        activation_max: the largest magnitude in any module's output; infinite where one is, NaN
+            where one is.
+        nonfinite: the name of the first module at fault, as `find_first_nonfinite` finds it: "" is
+            the model itself, None that there is none.
     """
 
     loss: float

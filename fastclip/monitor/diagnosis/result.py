@@ -53,12 +53,18 @@ class Compared(NamedTuple):
 class Diagnosis(NamedTuple):
     """One field per phase of the playbook; str() is a page to read.
 
-    A `symptom`: "none", "isolated", "sustained", "gradient" or "nonfinite"; B `boundary`: "none",
-    "forward", "backward", "update" or "loss_scale"; C `interventions`; D `checks`: how to see that
-    they worked, and what to record where the log could not tell. `onset` and `onset_metric` are of
-    the first record that shows the symptom, of those that were not rolled back if there are such.
-    `evidence`: every fact of the decision table that the log shows, apart from others what was
-    rolled back; `unjudged`: what it cannot show; `comparison`: with a baseline.
+    Attributes:
+        symptom: A, "none", "isolated", "sustained", "gradient" or "nonfinite".
+        boundary: B, "none", "forward", "backward", "update" or "loss_scale".
+        interventions: C, what to do, in sentences.
+        checks: D, how to see that they worked, and what to record where the log could not tell.
+        onset: the step at which it began, of the first record that shows the symptom, of those that
+            were not rolled back if there are such.
+        onset_metric: the metric that left its normal band there.
+        evidence: every fact of the decision table that the log shows, apart from others what was
+            rolled back.
+        unjudged: what the log cannot show.
+        comparison: with a baseline, one entry a quantity.
     """
 
     symptom: str

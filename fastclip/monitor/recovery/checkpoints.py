@@ -95,7 +95,8 @@ class Checkpoints:
             for step in steps:
                 remove_whole(self.path(step))
 
-        self._ranks.first("removing checkpoints", job)
+        if steps:
+            self._ranks.first("removing checkpoints", job)
 
     def verify(self, step: int) -> dict[str, str]:
         """The checksums of its files. `Damaged` on all ranks unless each is as it was written."""

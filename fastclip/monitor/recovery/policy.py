@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
 
-from fastclip.monitor.records import LEVELS, Event
+from fastclip.monitor.records import LEVELS, Event, Level
 
 _COUNTS = ("confirm", "before", "after", "lr_steps", "max_rollbacks")
 
@@ -28,7 +28,7 @@ class RollbackPolicy:
             all of them. The others go on with the batches that they would have had.
     """
 
-    on: str | Callable[[Event], bool] = "critical"
+    on: Level | Callable[[Event], bool] = "critical"
     confirm: int = 100
     before: int = 1
     after: int = 0
@@ -67,7 +67,13 @@ class RollbackPolicy:
 
 
 class Checkpoint(NamedTuple):
-    """One on disk; `step` is the number of updates it contains, and the next step to run."""
+    """One on disk.
+
+    Attributes:
+        step: the number of updates it contains, and the next step to run.
+        path: its folder.
+        confirmed: whether it may be gone back to.
+    """
 
     step: int
     path: Path
@@ -75,9 +81,13 @@ class Checkpoint(NamedTuple):
 
 
 class Rollback(NamedTuple):
-    """The alarm at `step`, of a fault that began at `onset`, took the run back to `target`.
+    """A return to an earlier checkpoint.
 
-    `skipped`: the batches that it took out of the run, on this rank.
+    Attributes:
+        step: of the alarm.
+        onset: the step at which the fault began.
+        target: the step that the run was taken back to.
+        skipped: the batches that were taken out of the run, on this rank.
     """
 
     step: int

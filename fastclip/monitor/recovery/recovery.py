@@ -7,6 +7,7 @@ from copy import deepcopy
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from fastclip.checks import require
 from fastclip.monitor.monitor import Monitor
 from fastclip.monitor.records import Event
 from fastclip.monitor.recovery.files import Damaged
@@ -58,6 +59,9 @@ class Recovery:
         keep: the newest `keep` confirmed checkpoints stay, and every unconfirmed one.
         asynchronous: go on as soon as the state is copied to the host's memory, and write it
             meanwhile; an error in writing is raised when the next checkpoint is due.
+        rewinds: whether a batch can be used again. False for a loop whose data only goes on, which
+            a rollback costs all batches since its target.
+        first: the step that a run without checkpoints begins with: it goes on from elsewhere.
 
     `lr_scale` is what this step's learning rates are multiplied by: `policy.lr_scale` after a
     rollback, else 1.0. Neither schedulers nor `param_groups` show it, and who steps without an
@@ -78,16 +82,18 @@ class Recovery:
         every: int = 100,
         keep: int = 3,
         asynchronous: bool = False,
+        rewinds: bool = True,
+        first: int = 0,
     ) -> None:
         require_state(state)
-        _require_count("every", every)
-        _require_count("keep", keep)
+        require("every", every, "a whole number of at least 1", lambda x: x >= 1, whole=True)
+        require("keep", keep, "a whole number of at least 1", lambda x: x >= 1, whole=True)
         from fastclip.monitor.recovery.checkpoints import Checkpoints
         from fastclip.monitor.recovery.contents import Contents
         from fastclip.monitor.recovery.ranks import Ranks
 
         self.policy, self.every, self.keep = policy, every, keep
-        self._asynchronous = asynchronous
+        self._asynchronous, self._rewinds, self._first = asynchronous, rewinds, first
         self._ranks = Ranks()
         self._contents = Contents(state, lambda: self.lr_scale)
         folder = Path(directory).absolute()  # whatever directory the process changes to
@@ -193,7 +199,7 @@ class Recovery:
             self._contents.cut.restore()
             packed = self._ranks.each("reading the state", self._contents.pack)
             kept = [each for each in present if each < step and each <= self._last()]
-            self._remove(present[len(kept) :])
+            self._store.remove(present[len(kept) :])
             if self._ledger.confirmed > (newest := max(kept, default=-1)):  # one that was removed
                 self._change(confirmed=newest)
             self._store.save(step, packed, asynchronous=self._asynchronous)
@@ -212,7 +218,7 @@ class Recovery:
         pending = self._ledger.pending
         if pending is not None:
             self._store.wait()
-            self._remove([step for step in self._listed() if step > pending])
+            self._store.remove([step for step in self._listed() if step > pending])
             before = pending if before is None else min(before, pending)
         step, content = self._newest(before)
         self._step = None  # as long as the state is in part another one, it cannot be saved
@@ -256,7 +262,7 @@ class Recovery:
             self._start()
 
     def _start(self) -> None:
-        self._step, self._handled, self._own = 0, False, -1
+        self._step, self._handled, self._own = self._first, False, -1
         self._change()
 
     def _ready(self, stop: int) -> bool:
@@ -267,7 +273,7 @@ class Recovery:
                 self.restore()
             self._confirm()
             step = self._now()
-            if step < stop and step % self.every:
+            if step < stop and (step - self._first) % self.every:
                 return True
             if self._stored != step:
                 if self.handle(self._late_events()):
@@ -303,6 +309,8 @@ class Recovery:
         target = self._target(step, onset)
         suspect = range(max(onset - policy.before, 0), step + policy.after + 1)
         blamed = policy.blamed(events, ledger.size)
+        if not self._rewinds:
+            suspect, blamed = range(target, self._now() + self._going_on), tuple(range(ledger.size))
         skipped = tuple(
             tuple(ledger.batch(rank, each) for each in suspect) if rank in blamed else ()
             for rank in range(ledger.size)
@@ -318,7 +326,7 @@ class Recovery:
         self._store.wait()
         newest = min(onset - self.policy.before, self._ledger.confirmed, self._last())
         for each in reversed(self._listed()):
-            if each <= newest or each == 0:
+            if each <= newest or each == self._first:
                 if self._intact(each, self._store.verify):
                     return each
         raise RuntimeError(
@@ -337,7 +345,7 @@ class Recovery:
         self._store.wait()
         self._change(confirmed=good[-1])
         confirmed = [step for step in self._listed() if step <= good[-1]]
-        self._remove(confirmed[: -self.keep])
+        self._store.remove(confirmed[: -self.keep])
 
     def _newest(self, before: int | None) -> tuple[int, dict[str, Any]]:
         """Step and content of the newest intact checkpoint of a step of at most `before`."""
@@ -367,10 +375,6 @@ class Recovery:
         self._waiting = [step for step in steps if step > self._ledger.confirmed]
         return steps
 
-    def _remove(self, steps: list[int]) -> None:
-        if steps:
-            self._store.remove(steps)
-
     def _change(self, **fields: Any) -> None:
         changed = deepcopy(self._ledger)
         for name, value in fields.items():
@@ -393,8 +397,3 @@ class Recovery:
 
     def _set_scale(self) -> None:
         self.lr_scale = self.policy.lr_scale if self._ledger.cut(self._now()) else 1.0
-
-
-def _require_count(name: str, value: object) -> None:
-    if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-        raise ValueError(f"{name} must be a whole number of at least 1, got {value!r}")

@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 
 from fastclip.cli import main
-from tests.monitor.making import changed, healthy, times
 from tests.browser import Browser, browser, missing
+from tests.monitor.making import changed, healthy, times
 from tests.monitor.report.logs import HOSTILE, NAMES, baseline, eventful, hostile, layers, saved
 
 pytestmark = pytest.mark.skipif(missing() is not None, reason=str(missing()))

@@ -1,0 +1,93 @@
+"""Clipping for an optimizer whose step is taken by somebody else, after the clip."""
+
+import math
+from collections.abc import Iterator, Mapping
+from contextlib import ExitStack
+from typing import Any
+
+from torch import Tensor, nn
+from torch.amp import GradScaler
+from torch.optim import Optimizer
+
+from fastclip import folding, scaling
+from fastclip.clipper import GradClipper
+from fastclip.stats import GradStats
+
+
+class BeforeStep:
+    """An optimizer whose step a framework takes, its clipper, and what was found lately."""
+
+    def __init__(self, module: nn.Module, optimizer: Optimizer, options: Mapping[str, Any]) -> None:
+        self.optimizer = optimizer
+        self.clipper = GradClipper(_Owned(module, optimizer), **options)
+        self.found: dict[int, GradStats] = {}  # by step
+        self.lr: float | Tensor = math.nan  # of the batch that is going on
+        self._policy = options["nonfinite"]
+
+    def skip_if(self, stats: GradStats, scaler: GradScaler | None) -> None:
+        """Have the step that comes not taken, if the clipper says so: by the flag for those who
+        heed it, else without gradients."""
+        if scaler is None:
+            torn = self._policy == "zero" and stats.contributions is not None
+            if self._policy != "skip" and not torn:
+                return
+        elif not scaling.claims_flags(self.optimizer):
+            return  # the scaler skips
+        if folding.honours(self.optimizer) and folding.ready_to_skip(self.optimizer):
+            if scaler is None:
+                self._hand_flag(stats.found_inf)
+        elif stats.skipped:
+            for group in self.optimizer.param_groups:
+                for parameter in group["params"]:
+                    parameter.grad = None
+
+    def _hand_flag(self, found_inf: Tensor) -> None:
+        handed = ExitStack()
+        handed.enter_context(folding.handed(self.optimizer, None, found_inf, restore=True))
+
+        def take_back(*_: object) -> None:
+            handed.close()
+            hook.remove()
+
+        hook = self.optimizer.register_step_post_hook(take_back)
+
+    def row(self, depth: int) -> dict[str, float]:
+        """What is logged of the newest step."""
+        stats = self.found[max(self.found)].cpu()
+        counted = self.clipper.counters()
+        row = {
+            "grad_norm": float(stats.total_norm),
+            "clip_coef": float(stats.coef.min()),
+            "nonfinite_count": float(stats.nonfinite_count),
+            "clipped_steps": float(counted["clipped"]),
+            "skipped_steps": float(counted["skipped"]),
+        }
+        if stats.inv_scale is not None:
+            row["loss_scale"] = 1 / float(stats.inv_scale)
+        groups = stats.grouped(depth) if depth else None
+        for name, norm in zip(groups.names, groups.norms.tolist(), strict=True) if groups else ():
+            row[f"grad_norm/{name}"] = norm
+        return row
+
+
+class _Owned(nn.Module):
+    """The parameters that an optimizer has at the moment, by their names in a module."""
+
+    def __init__(self, module: nn.Module, optimizer: Optimizer) -> None:
+        super().__init__()
+        self._of = (module, optimizer)  # in a tuple, where nn.Module sees no child
+        self._ids: list[int] = []
+        self._pairs: list[tuple[str, nn.Parameter]] = []
+
+    def named_parameters(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, nn.Parameter]]:
+        module, optimizer = self._of
+        owned = [each for group in optimizer.param_groups for each in group["params"]]
+        ids = list(map(id, owned))
+        if ids != self._ids:
+            names = {id(each): name for name, each in module.named_parameters()}
+            self._ids = ids
+            self._pairs = [
+                (names.get(id(each), f"parameter {place} of {type(optimizer).__name__}"), each)
+                for place, each in enumerate(owned)
+            ]
+        return iter(self._pairs)

@@ -1,0 +1,1 @@
+"""Tests against the frameworks themselves, with tiny models on the CPU."""
