@@ -1,7 +1,6 @@
 """The stateful step: measure, decide, clip, step."""
 
 import warnings
-from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from copy import copy
@@ -12,10 +11,10 @@ from torch import Tensor
 from torch.amp import GradScaler
 from torch.optim import Optimizer
 
-from fastclip import folding, passes, stepping, watching
+from fastclip import accelerated, folding, passes, stepping, watching
 from fastclip import table as tables
 from fastclip.gradients import Gradients, Listed, Parameters
-from fastclip.listing import Listing
+from fastclip.listing import Listing, require_distinct
 from fastclip.memory import Counters, Remembered
 from fastclip.overlap import Overlap
 from fastclip.policy import SHOWN, Policy
@@ -117,7 +116,7 @@ class GradClipper:
         self._groups = self._met(process_group, counts)
         chosen = self._settings.rule
         if chosen.per_tensor and chosen.init(0, torch.device("cpu")):
-            _require_distinct(self._names())
+            require_distinct(self._names())
         self._counters = Counters()
         self._remembered = Remembered(chosen)
         self._loaded = 0  # `Remembered.checksum` until the step after a load
@@ -150,6 +149,11 @@ class GradClipper:
             ValueError: an enabled scaler with ``nonfinite="zero"``; a gradient of none of the
                 optimizers given with a scaler; or a schedule gave a negative or NaN threshold.
         """
+        if torch.compiler.is_compiling():
+            from fastclip import uncompiled
+
+            return uncompiled.call(self.clip_, optimizer, scaler)
+        optimizer, scaler = accelerated.unwrapped(optimizer, scaler)
         with self._attended() as listed:
             loss_scale = scale_of(optimizer, scaler, self._settings.policy)
             stats, _ = self._advance(listed, loss_scale, ())
@@ -169,9 +173,18 @@ class GradClipper:
         outside the clipper are not clipped. Hooks of a fused optimizer see the gradients as they
         were before the clip, which the optimizer itself applies.
 
+        Of an optimizer that accelerate has prepared, the scaler is accelerate's, which updates it
+        too; and while gradients accumulate, this only measures, and nothing is counted.
+
         Errors as in `clip_`; and a `TypeError` for an optimizer whose step needs a closure, as that
         of LBFGS: call `clip_` inside the closure.
         """
+        if torch.compiler.is_compiling():
+            from fastclip import uncompiled
+
+            return uncompiled.call(self.step, optimizer, scaler)
+        if accelerated.among(optimizer):
+            return accelerated.step(self, optimizer, scaler)
         with self._attended() as listed:
             optimizers = optimizers_of(optimizer)
             for each in optimizers:
@@ -196,6 +209,10 @@ class GradClipper:
         Never raises for elements that are not finite. Under ``nonfinite="zero"``, where there may
         be such elements, this works on a copy of the gradients.
         """
+        if torch.compiler.is_compiling():
+            from fastclip import uncompiled
+
+            return uncompiled.call(self.measure)
         with self._attended() as listed:
             step = self._step(listed, WithoutScaler(), copy(self._remembered))
             return step.decide(dry=True).stats()
@@ -334,7 +351,7 @@ class GradClipper:
         done = watching.clips(step.parameters, self._limit(), unscales=loss_scale.enabled)
         folds = len(optimizers) > 0 and self._folds(optimizers, step)
         if not folds and not self._warned:
-            self._warn_of_strangers(optimizers, step.parameters)
+            self._warned = stepping.warn_of_strangers(optimizers, step.parameters)
         grad_scale = None
         if not folds and step.at_once and self.overlap is None and self._groups is None:
             decided = step.clip_at_once_()
@@ -353,23 +370,6 @@ class GradClipper:
         self._loaded = 0
         return stats, grad_scale
 
-    def _warn_of_strangers(
-        self, optimizers: Sequence[Optimizer], parameters: Sequence[Tensor]
-    ) -> None:
-        mine = set(map(id, parameters))
-        for optimizer in optimizers:
-            groups = [group["params"] for group in optimizer.param_groups if group["params"]]
-            if mine and groups and not any(id(each) in mine for own in groups for each in own):
-                self._warned = True
-                warnings.warn(
-                    f"{type(optimizer).__name__} has none of the clipper's parameters, so the "
-                    "gradients that it steps with are not clipped. Give the clipper the parameters "
-                    "that the optimizer has, best as the module; only for an optimizer that makes "
-                    "copies of them (master weights) is this as it should be",
-                    stacklevel=5,  # over no_grad, _advance and step
-                )
-                return
-
     def _limit(self) -> float | Tensor | None:
         """The threshold a guard is told; not that of a schedule, which is asked once a step."""
         rule = self._settings.rule
@@ -384,14 +384,4 @@ class GradClipper:
             and all(map(folding.honours, optimizers))
             and folding.covers(optimizers, step.parameters)
             and folding.aligned(step.held, step.listed)
-        )
-
-
-def _require_distinct(labels: Sequence[str]) -> None:
-    """Of a rule whose state is kept by name."""
-    twice = [name for name, count in Counter(labels).items() if count > 1]
-    if twice:
-        raise ValueError(
-            f"the name {twice[0]!r} comes more than once in parameters, and this rule remembers "
-            "tensors by their names"
         )

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from fastclip import caller
 from fastclip.ranks import Contributions
 from fastclip.strides import overlaps, without_expansion
 
@@ -238,7 +239,7 @@ def of_tensors(tensors: Tensors) -> Listed:
 def entries_of(parameters: Any, none_allowed: bool) -> tuple[list[Any], list[str] | None]:
     """The tensors of an iterable (or the Tensor itself), and their names if one of them has one.
 
-    A warning that there are none is given to the caller of the caller of this function's caller.
+    A warning that there are none means the user's line.
     """
     if isinstance(parameters, Tensor):
         return [parameters], None
@@ -253,7 +254,7 @@ def entries_of(parameters: Any, none_allowed: bool) -> tuple[list[Any], list[str
     if not entries and isinstance(parameters, types.GeneratorType):
         warnings.warn(
             "parameters is an exhausted generator: there are no gradients to clip or measure",
-            stacklevel=4,
+            stacklevel=caller.line()[1],
         )
     if all(issubclass(kind, Tensor) for kind in set(map(type, entries))):
         return entries, None

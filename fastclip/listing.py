@@ -1,5 +1,6 @@
 """The parameters a clipper was given, read again at every step."""
 
+from collections import Counter
 from collections.abc import Sequence
 from itertools import chain
 from operator import attrgetter
@@ -79,3 +80,13 @@ def _is_plain(root: nn.Module) -> bool:
         and type(module._modules) is dict
         for module in root.modules()
     )
+
+
+def require_distinct(labels: Sequence[str]) -> None:
+    """Of a rule whose state is kept by name."""
+    twice = [name for name, count in Counter(labels).items() if count > 1]
+    if twice:
+        raise ValueError(
+            f"the name {twice[0]!r} comes more than once in parameters, and this rule remembers "
+            "tensors by their names"
+        )

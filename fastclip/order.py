@@ -1,12 +1,11 @@
 """A guard that notices clipping in the wrong place of a training loop, and says where."""
 
 import functools
-import sys
 import threading
 import warnings
 import weakref
 from collections.abc import Callable, Iterable, Sequence
-from types import FrameType, TracebackType
+from types import TracebackType
 from typing import Any, NamedTuple
 
 import torch
@@ -16,12 +15,9 @@ from torch.amp.grad_scaler import GradScaler, OptState
 from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
-from fastclip import watching
+from fastclip import caller, watching
 
 SAMPLED = 8  # parameters looked at, per optimizer: one's gradient and version take 0.25 us
-
-# Modules whose frames are not the user's; the last three hold the wrapper of deprecated functions.
-_INSIDE = frozenset({"torch", "fastclip", "typing_extensions", "warnings", "_py_warnings"})
 
 Pair = tuple[Tensor, Tensor]  # a parameter and its gradient
 
@@ -282,7 +278,7 @@ class OrderGuard:
     def _warn(self, mistake: str, text: str) -> None:
         if mistake not in self._warned:
             self._warned.add(mistake)
-            where, level = _caller()
+            where, level = caller.line()
             warnings.warn(f"{where} {text}", UserWarning, stacklevel=level)
 
     def _right_order(self, micro_batches: bool = False) -> str:
@@ -365,16 +361,4 @@ def _optimizers(given: Any) -> list[Optimizer]:
 
 
 def _event(clip: bool) -> Event:
-    return Event(_caller()[0], clip, threading.get_ident(), _get_sequence_nr())
-
-
-def _caller() -> tuple[str, int]:
-    """file:line of the user's call, and the stacklevel that means it in whoever calls this."""
-    level, frame = 1, sys._getframe(1)
-    while frame.f_back is not None and _is_inside(frame):
-        level, frame = level + 1, frame.f_back
-    return f"{frame.f_code.co_filename}:{frame.f_lineno}", level
-
-
-def _is_inside(frame: FrameType) -> bool:
-    return str(frame.f_globals.get("__name__")).partition(".")[0] in _INSIDE
+    return Event(caller.line()[0], clip, threading.get_ident(), _get_sequence_nr())

@@ -13,7 +13,7 @@ from torch.amp import GradScaler
 from torch.amp.grad_scaler import OptState
 from torch.optim import Optimizer
 
-from fastclip import passes
+from fastclip import accelerated, passes
 from fastclip import table as tables
 from fastclip.gradients import Gradients, Listed
 
@@ -182,6 +182,11 @@ def optimizers_of(optimizer: Any) -> list[Optimizer]:
     for each in optimizers:
         if not hasattr(each, "param_groups"):
             raise TypeError(f"optimizer must be an optimizer or several, got {type(each).__name__}")
+        if accelerated.among(each):
+            raise TypeError(
+                "optimizers that accelerate has prepared must be passed one by one or in a list, "
+                f"got {type(optimizer).__name__}"
+            )
     if not optimizers:
         raise ValueError(f"optimizer must be an optimizer or several, got {optimizer!r:.80}")
     if len(set(map(id, optimizers))) < len(optimizers):

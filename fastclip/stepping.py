@@ -1,6 +1,7 @@
 """Taking the step of one optimizer or of several, or not."""
 
 import inspect
+import warnings
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from functools import lru_cache
@@ -9,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from fastclip import folding, scaling
+from fastclip import caller, folding, scaling
 from fastclip.scaling import WithoutScaler
 
 _SINGLE = (
@@ -45,6 +46,23 @@ def _needed(step: Callable[..., object]) -> str | None:
 
 # Looking takes 40 us. Not for functions of objects: they would be kept alive, with all they hold.
 _of_class = lru_cache(maxsize=64)(_needed)
+
+
+def warn_of_strangers(optimizers: Sequence[Optimizer], parameters: Sequence[Tensor]) -> bool:
+    """Warn of an optimizer that has none of the clipper's parameters; whether there was one."""
+    mine = set(map(id, parameters))
+    for optimizer in optimizers:
+        groups = [group["params"] for group in optimizer.param_groups if group["params"]]
+        if mine and groups and not any(id(each) in mine for own in groups for each in own):
+            warnings.warn(
+                f"{type(optimizer).__name__} has none of the clipper's parameters, so the "
+                "gradients that it steps with are not clipped. Give the clipper the parameters "
+                "that the optimizer has, best as the module; only for an optimizer that makes "
+                "copies of them (master weights) is this as it should be",
+                stacklevel=caller.line()[1],
+            )
+            return True
+    return False
 
 
 def take(

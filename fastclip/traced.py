@@ -2,6 +2,7 @@
 
 While torch.compile or make_fx traces, gradients have no memory that could be looked at: all that
 is sorted out here is that no tensor object comes twice. The operators do the rest when they run.
+They have no derivative: gradients may require one (torch.func.grad), and are rescaled without.
 """
 
 from collections.abc import Sequence
@@ -23,6 +24,7 @@ def measure(listed: Listed, p: float, inv_scale: Tensor | None = None) -> tuple[
     return found, measure_again(found, p, inv_scale)
 
 
+@torch.no_grad()
 def measure_again(found: Gradients, p: float, inv_scale: Tensor | None = None) -> Tensor:
     return ops.measure(found.tensors, p, inv_scale)
 
@@ -41,6 +43,7 @@ def clip_(listed: Listed, p: float, max_norm: float | Tensor) -> Tensor:
     return clip_measured_(listed, p, max_norm)[2]
 
 
+@torch.no_grad()
 def clip_measured_(
     listed: Listed,
     p: float,
@@ -58,6 +61,7 @@ def rescale_(listed: Listed, coef: Tensor) -> None:
     scale_(sort_out(listed), coef)
 
 
+@torch.no_grad()
 def scale_(found: Gradients, coef: Tensor) -> None:
     ops.scale_(found.tensors, coef)
 

@@ -1,20 +1,18 @@
 """Who is told that gradients are being clipped, by fastclip's functions or by torch's.
 
-The lowest floor: it knows nothing of who listens. torch's functions are watched only while someone
-does, through the closures in which they keep the function they wrap: that reaches every name under
-which a function was imported, and leaves every attribute of torch.nn.utils the object it was.
+A low floor: it knows nothing of who listens. torch's functions are redirected only while someone
+does. While they are fastclip's (`fastclip.integrations.torch`), those tell who listens.
 """
 
 import functools
 import math
-import threading
 from collections.abc import Callable, Iterable
-from types import CellType
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor
-from torch.nn.utils import clip_grad
+
+from fastclip import redirecting
 
 Done = Callable[[], object]
 
@@ -28,8 +26,7 @@ class Listener(Protocol):
 
 
 _listeners: tuple[Listener, ...] = ()
-_watched: list[tuple[CellType, object, object]] = []  # cell, what torch put there, what we did
-_lock = threading.RLock()
+_lock = redirecting.lock
 
 
 def clips(
@@ -64,10 +61,8 @@ def remove(listener: Listener) -> None:
     global _listeners
     with _lock:
         _listeners = tuple(other for other in _listeners if other is not listener)
-        while not _listeners and _watched:
-            cell, before, put = _watched.pop()
-            if cell.cell_contents is put:  # else someone has wrapped ours, which now only passes on
-                cell.cell_contents = before
+        if not _listeners:
+            redirecting.take("watch")  # if someone has wrapped ours, it now only passes on
 
 
 def _tell(parameters: Iterable[Tensor], limit: float | Tensor | None, unscales: bool) -> Done:
@@ -98,29 +93,13 @@ def _tracing() -> bool:
 
 
 def _watch_torch() -> None:
-    # torch's clip_grad_norm_ calls the first by its global name; both are the same in 2.10 to 2.14.
+    # torch's clip_grad_norm_ calls the first by its global name
     functions = {"_clip_grads_with_norm_": "max_norm", "clip_grad_value_": "clip_value"}
-    cells = [(_cell(name), limit_name) for name, limit_name in functions.items()]
-    for cell, limit_name in cells:
-        before = cell.cell_contents
-        put = _telling(before, limit_name)
-        _watched.append((cell, before, put))
-        cell.cell_contents = put
+    makes = {name: functools.partial(_telling, limit) for name, limit in functions.items()}
+    redirecting.put("watch", makes)
 
 
-def _cell(name: str) -> CellType:
-    wrapper: Any = getattr(clip_grad, name, None)
-    names = getattr(getattr(wrapper, "__code__", None), "co_freevars", ())
-    if "func" not in names:
-        raise RuntimeError(
-            f"torch {torch.__version__} has no torch.nn.utils.clip_grad.{name} that keeps the "
-            "function it wraps as 'func', so that calls of it cannot be watched"
-        )
-    cell: CellType = wrapper.__closure__[names.index("func")]
-    return cell
-
-
-def _telling(function: Callable[..., None], limit_name: str) -> Callable[..., None]:
+def _telling(limit_name: str, function: Callable[..., None]) -> Callable[..., None]:
     @functools.wraps(function)
     def telling(
         parameters: Tensor | Iterable[Tensor], *args: float | Tensor, **kwargs: Any
