@@ -181,6 +181,31 @@ def test_accumulated_gradients_are_clipped_once(precision: str, kind: str, tmp_p
         torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-7)
 
 
+@pytest.mark.parametrize("kind", ["plain", "fused"])
+@pytest.mark.parametrize("precision", ["32-true", "16-mixed"])
+def test_accumulating_by_hand_is_accumulating(precision: str, kind: str, tmp_path: Path) -> None:
+    class ByHand(Net):
+        def training_step(self, batch: Tensor, batch_idx: int) -> None:
+            self.manual_backward(self.loss(batch) / 2)
+            if batch_idx % 2:
+                optimizer: Any = self.optimizers()
+                optimizer.step()
+                optimizer.zero_grad()
+
+    def sgd(own: Any) -> torch.optim.Optimizer:
+        return torch.optim.SGD(own, 0.01, **KINDS[kind])
+
+    ours, theirs = ByHand(sgd, manual=True), Net(sgd)
+    callback = GradClipCallback(0.5)
+    trainer(tmp_path, callback, precision=precision).fit(ours, loader(6))
+    changed: dict[str, Any] = {"precision": precision, "accumulate_grad_batches": 2}
+    trainer(tmp_path, GradClipCallback(0.5), **changed).fit(theirs, loader(6))
+
+    assert int(callback.clippers[0].counters()["clipped"]) == 3
+    for one, other in zip(parameters(ours), parameters(theirs), strict=True):
+        assert torch.equal(one, other)
+
+
 @pytest.mark.parametrize("precision", ["32-true", "16-mixed"])
 @pytest.mark.parametrize("kind", ["plain", "fused"])
 def test_a_training_step_of_none_leaves_all_as_it_was(
