@@ -35,7 +35,7 @@ def test_stop_ends_the_training_and_says_why(
 ) -> None:
     own = GradClipCallback(1.0, nonfinite="propagate", monitor=Monitor(), on_critical="stop")
     net = spoiled(model(), {5}, math.nan)
-    saving = {"save_strategy": "steps", "save_steps": 3}
+    saving: dict[str, Any] = {"save_strategy": "steps", "save_steps": 3}
     run = trainer(tmp_path, own, net=net, max_steps=9, **saving)
     run.train()
     assert run.state.global_step == 6
@@ -111,7 +111,7 @@ def test_after_a_rollback_the_loss_is_that_of_a_run_without_the_fault(tmp_path: 
 
 def test_the_budget_holds_across_a_resume(tmp_path: Path) -> None:
     policy = {"on_critical": RollbackPolicy(confirm=4, lr_steps=5, max_rollbacks=1)}
-    saving = {"save_strategy": "steps", "save_steps": 14}
+    saving: dict[str, Any] = {"save_strategy": "steps", "save_steps": 14}
     rolled(tmp_path, 14, {13}, own=policy, **saving)
     monitor = Monitor(sinks=[JSONL(tmp_path / "run.jsonl")])
     own = GradClipCallback(

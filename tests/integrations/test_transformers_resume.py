@@ -19,12 +19,12 @@ NAMES = ("loss", "grad_norm", "grad_clip_coef", "grad_clipped", "grad_skipped")
 def callback(folder: Path, **options: Any) -> GradClipCallback:
     """With a rule and detectors that remember."""
     monitor = Monitor(sinks=[JSONL(folder / "run.jsonl")])
-    rule = AutoClip(percentile=40.0, window=20)
+    rule = AutoClip(percentile=5.0, window=6)
     return GradClipCallback(rule=rule, monitor=monitor, **options)
 
 
 def run(folder: Path, own: GradClipCallback, resume: Any = None) -> Any:
-    options = {"max_steps": STEPS, "save_strategy": "steps", "save_steps": HALF}
+    options: dict[str, Any] = {"max_steps": STEPS, "save_strategy": "steps", "save_steps": HALF}
     made = trainer(folder, own, **options)
     made.train(resume_from_checkpoint=resume)
     return made

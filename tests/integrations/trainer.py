@@ -56,8 +56,8 @@ def model(**config: Any) -> GPT2LMHeadModel:
 
 
 def trainer(
-    folder: Path, *callbacks: Any, kind: type[Trainer] = Trainer, net: Any = None, **changed: Any
-) -> Trainer:
+    folder: Path, *callbacks: Any, kind: Any = Trainer, net: Any = None, **changed: Any
+) -> Any:
     options = {
         name: changed.pop(name)
         for name in ("optimizers", "compute_loss_func", "train_dataset")
@@ -73,7 +73,7 @@ def trainer(
     )
 
 
-def logged(trained: Trainer, name: str) -> list[Any]:
+def logged(trained: Any, name: str) -> list[Any]:
     """The values of an entry of the log, in order."""
     return [entry[name] for entry in trained.state.log_history if name in entry]
 

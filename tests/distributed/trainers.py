@@ -1,0 +1,52 @@
+"""A Trainer on each rank, for the tests of its callback."""
+
+import os
+from pathlib import Path
+from typing import Any
+
+import torch.distributed as dist
+
+ARGUMENTS: dict[str, Any] = {"max_steps": 10, "per_device_train_batch_size": 2}
+
+
+def trained(folder: Path, clips: bool, rolls: bool = False) -> dict[str, Any]:
+    """What a rank logs, and what its monitor was told."""
+    rank, size = dist.get_rank(), dist.get_world_size()
+    os.environ.update(RANK=str(rank), WORLD_SIZE=str(size), LOCAL_RANK=str(rank))
+    os.environ.update(LOCAL_WORLD_SIZE=str(size), HF_HUB_OFFLINE="1")
+    from accelerate.state import AcceleratorState, PartialState
+
+    from fastclip.integrations.transformers import GradClipCallback
+    from fastclip.monitor import Monitor, RollbackPolicy
+    from tests.integrations.trainer import model, spoiled, trainer
+
+    AcceleratorState._reset_state(reset_partial_state=True)
+    kept = _Kept()
+    options: dict[str, Any] = {"monitor": Monitor(sinks=[kept])}
+    net = model()
+    if rolls:
+        spoiled(net, {7} if rank == 1 else (), float("nan"))
+        policy = RollbackPolicy(confirm=2, lr_steps=0)
+        options |= {"nonfinite": "propagate", "on_critical": policy, "every": 4}
+    callbacks = [GradClipCallback(1.0, **options)] if clips else []
+    run = trainer(
+        folder,
+        *callbacks,
+        net=net,
+        ddp_backend="gloo",
+        max_grad_norm=0 if clips else 1.0,
+        **ARGUMENTS,
+    )
+    run.train()
+    PartialState._shared_state.clear()
+    log = run.state.log_history
+    weight = next(run.model.parameters()).detach()
+    return {"log": log, "records": kept.records, "weight": weight.tolist()}
+
+
+class _Kept:
+    def __init__(self) -> None:
+        self.records: list[Any] = []
+
+    def write(self, record: Any, events: Any) -> None:
+        self.records.append(record)
