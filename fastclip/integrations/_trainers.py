@@ -1,7 +1,12 @@
-"""What a Trainer of Lightning has to be, for the callback that clips."""
+"""What the callback that clips takes from a Trainer of Lightning, and what it refuses."""
 
-from collections.abc import Sized
-from typing import TYPE_CHECKING
+from collections.abc import Sequence, Sized
+from typing import TYPE_CHECKING, Any
+
+from torch.amp import GradScaler
+from torch.optim import Optimizer
+
+from fastclip.monitor import Monitor
 
 if TYPE_CHECKING:
     from lightning.pytorch import LightningModule, Trainer
@@ -51,3 +56,24 @@ def require_going_back(trainer: "Trainer", module: "LightningModule") -> None:
             f'a RollbackPolicy as on_critical needs {why}: use on_critical="stop", and go on from '
             "a checkpoint of the trainer"
         )
+
+
+def inner_of(optimizer: Any) -> Optimizer:
+    """The optimizer that the hooks are given; it may be wrapped where the module made it."""
+    wrapped = "LightningOptimizer" in {kind.__name__ for kind in type(optimizer).__mro__}
+    inner: Optimizer = optimizer.optimizer if wrapped else optimizer
+    return inner
+
+
+def scaler_of(trainer: "Trainer") -> GradScaler | None:
+    """Of the precision plugin, if it scales the loss."""
+    scaler: GradScaler | None = getattr(trainer.precision_plugin, "scaler", None)
+    return scaler if scaler is not None and scaler.is_enabled() else None
+
+
+def monitors_of(monitor: Any) -> tuple[Monitor | None, ...]:
+    """Of one or several, or none; `TypeError` for anything else."""
+    each = () if monitor is None else (monitor,) if isinstance(monitor, Monitor) else monitor
+    if not isinstance(each, Sequence) or not all(isinstance(one, Monitor | None) for one in each):
+        raise TypeError(f"monitor must be a Monitor or a list of them, got {monitor!r:.80}")
+    return tuple(each)

@@ -7,22 +7,27 @@ imported already, else of the one that is installed.
 import logging
 import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import partial
 from importlib import import_module
 from importlib.util import find_spec
+from operator import le
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any, Literal
 
 from torch import Tensor
-from torch.amp import GradScaler
 from torch.optim import Optimizer
 
+from fastclip.checks import require
 from fastclip.clipper import GradClipper
 from fastclip.integrations._clipping import BeforeStep
 from fastclip.integrations._trainers import (
+    inner_of,
+    monitors_of,
     require_going_back,
     require_monitors,
     require_suitable,
+    scaler_of,
 )
 from fastclip.integrations.rollbacks import Rollbacks
 from fastclip.monitor import Event, Monitor, RollbackPolicy
@@ -129,14 +134,17 @@ class GradClipCallback(Callback):
             "nonfinite": nonfinite,
         }
         GradClipper([], **self._options)  # raises here what would be raised when training starts
-        _require_count("log_every", log_every or 0, 0)
-        _require_count("depth", depth, 0)
-        _require_count("checkpoint_every", checkpoint_every, 1)
+        for name, value, least in (
+            *(("log_every", 0 if log_every is None else log_every, 0), ("depth", depth, 0)),
+            ("checkpoint_every", checkpoint_every, 1),
+        ):
+            what = f"a whole number of at least {least}"
+            require(name, value, what, partial(le, least), whole=True)
         if not (on_critical in ("stop", "ignore") or isinstance(on_critical, RollbackPolicy)):
             raise ValueError(
                 f'on_critical must be "stop", "ignore" or a RollbackPolicy, got {on_critical!r}'
             )
-        self.monitors = _monitors(monitor)
+        self.monitors = monitors_of(monitor)
         if isinstance(on_critical, RollbackPolicy) and not any(self.monitors):
             raise ValueError("a RollbackPolicy as on_critical needs a monitor that finds events")
         self._log_every, self._depth, self._val_loss = log_every, depth, val_loss
@@ -200,7 +208,7 @@ class GradClipCallback(Callback):
     def on_before_optimizer_step(
         self, trainer: "Trainer", pl_module: "LightningModule", optimizer: Optimizer
     ) -> None:
-        scaler = _scaler(trainer)
+        scaler = scaler_of(trainer)
         if scaler is not None and pl_module.automatic_optimization and not self._backward:
             return  # training_step returned None: Lightning does not call the scaler's step
         held = self._of(trainer, pl_module, optimizer)
@@ -268,7 +276,7 @@ class GradClipCallback(Callback):
         """A clipper for each optimizer there is now; those before hand on what they know."""
         states = [each.clipper.state_dict() for each in self._held]
         self._held = [
-            BeforeStep(pl_module, _inner(optimizer), self._options)
+            BeforeStep(pl_module, inner_of(optimizer), self._options)
             for optimizer in trainer.optimizers
         ]
         for held, state in zip(self._held, states, strict=False):
@@ -303,7 +311,7 @@ class GradClipCallback(Callback):
     def _recovering(
         self, trainer: "Trainer", pl_module: "LightningModule", policy: RollbackPolicy
     ) -> Rollbacks:
-        held, scaler = self._held[0], _scaler(trainer)
+        held, scaler = self._held[0], scaler_of(trainer)
         root = Path(trainer.default_root_dir)
         root.mkdir(parents=True, exist_ok=True)
         self._folder = TemporaryDirectory(prefix="fastclip-recovery-", dir=root)
@@ -367,34 +375,9 @@ class GradClipCallback(Callback):
             trainer.should_stop = trainer.should_stop or stop
 
 
-def _inner(optimizer: Any) -> Optimizer:
-    """The optimizer that the hooks are given; it may be wrapped where the module made it."""
-    wrapped = "LightningOptimizer" in {kind.__name__ for kind in type(optimizer).__mro__}
-    inner: Optimizer = optimizer.optimizer if wrapped else optimizer
-    return inner
-
-
-def _scaler(trainer: "Trainer") -> GradScaler | None:
-    """Of the precision plugin, if it scales the loss."""
-    scaler: GradScaler | None = getattr(trainer.precision_plugin, "scaler", None)
-    return scaler if scaler is not None and scaler.is_enabled() else None
-
-
-def _monitors(monitor: Any) -> tuple[Monitor | None, ...]:
-    each = () if monitor is None else (monitor,) if isinstance(monitor, Monitor) else monitor
-    if not isinstance(each, Sequence) or not all(isinstance(one, Monitor | None) for one in each):
-        raise TypeError(f"monitor must be a Monitor or a list of them, got {monitor!r:.80}")
-    return tuple(each)
-
-
 def _tell_of(events: Iterable[Event], what: str) -> bool:
     """Tell the logger "fastclip" of critical events; whether there are any."""
     critical = [event for event in events if event.level == "critical"]
     for event in critical:
         logging.getLogger("fastclip").warning("%s: %s", what, sentence(event))
     return bool(critical)
-
-
-def _require_count(name: str, value: object, least: int) -> None:
-    if not isinstance(value, int) or isinstance(value, bool) or value < least:
-        raise ValueError(f"{name} must be a whole number of at least {least}, got {value!r}")

@@ -1,5 +1,6 @@
 """Lightning: every clip happens, once, whoever takes the loss scale out and whoever steps."""
 
+import math
 from pathlib import Path
 from typing import Any
 
@@ -8,12 +9,15 @@ import torch
 from lightning.pytorch import Callback
 from torch import Tensor, nn
 
+from fastclip.integrations._clipping import BeforeStep
 from fastclip.integrations.lightning import GradClipCallback
 from fastclip.rules import MaxNorm
+from tests.forbidding import MODES
 from tests.integrations.lightning_runs import (
     KINDS,
     PRECISIONS,
     SILENT,
+    SIZE,
     Net,
     Start,
     loader,
@@ -138,6 +142,30 @@ def test_losses_are_those_of_lightnings_own_clipping(
     assert ours.losses[-1] < 0.9 * ours.losses[0]
 
 
+@pytest.mark.parametrize("precision", ["bf16-mixed", "16-mixed"])
+def test_lightning_itself_refuses_fused_optimizers(precision: str, tmp_path: Path) -> None:
+    run = trainer(tmp_path, precision=precision, gradient_clip_val=0.5)
+    with pytest.raises(RuntimeError, match="does not allow for gradient clipping"):
+        run.fit(Start("fused", False), loader(1))
+
+
+@pytest.mark.parametrize("forbidden", MODES.values(), ids=MODES)
+@pytest.mark.parametrize("bad", [False, True], ids=["finite", "bad"])
+def test_a_fused_step_waits_for_nothing(bad: bool, forbidden: Any) -> None:
+    module = nn.Linear(SIZE, 1)
+    optimizer = torch.optim.SGD(module.parameters(), lr=1.0, momentum=0.9, fused=True)
+    held = BeforeStep(module, optimizer, {"max_norm": 0.5, "nonfinite": "skip"})
+    for parameter in module.parameters():
+        parameter.grad = torch.full_like(parameter, math.nan if bad else 3.0)
+    before = parameters(module)
+    with forbidden():
+        held.skip_if(held.clipper.clip_(optimizer), None)
+        optimizer.step()
+
+    assert moved(before, module) == pytest.approx(0.0 if bad else 0.5, rel=1e-5)
+    assert not {"grad_scale", "found_inf"} & vars(optimizer).keys()
+
+
 @pytest.mark.parametrize("kind", ["plain", "fused"])
 @pytest.mark.parametrize("precision", ["32-true", "16-mixed"])
 def test_accumulated_gradients_are_clipped_once(precision: str, kind: str, tmp_path: Path) -> None:
@@ -151,6 +179,31 @@ def test_accumulated_gradients_are_clipped_once(precision: str, kind: str, tmp_p
     assert int(callback.clippers[0].counters()["steps"]) == 3  # 4 + 4 + 2
     for one, other in zip(parameters(ours), parameters(theirs), strict=True):
         torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-7)
+
+
+@pytest.mark.parametrize("kind", ["plain", "fused"])
+@pytest.mark.parametrize("precision", ["32-true", "16-mixed"])
+def test_accumulating_by_hand_is_accumulating(precision: str, kind: str, tmp_path: Path) -> None:
+    class ByHand(Net):
+        def training_step(self, batch: Tensor, batch_idx: int) -> None:
+            self.manual_backward(self.loss(batch) / 2)
+            if batch_idx % 2:
+                optimizer: Any = self.optimizers()
+                optimizer.step()
+                optimizer.zero_grad()
+
+    def sgd(own: Any) -> torch.optim.Optimizer:
+        return torch.optim.SGD(own, 0.01, **KINDS[kind])
+
+    ours, theirs = ByHand(sgd, manual=True), Net(sgd)
+    callback = GradClipCallback(0.5)
+    trainer(tmp_path, callback, precision=precision).fit(ours, loader(6))
+    changed: dict[str, Any] = {"precision": precision, "accumulate_grad_batches": 2}
+    trainer(tmp_path, GradClipCallback(0.5), **changed).fit(theirs, loader(6))
+
+    assert int(callback.clippers[0].counters()["clipped"]) == 3
+    for one, other in zip(parameters(ours), parameters(theirs), strict=True):
+        assert torch.equal(one, other)
 
 
 @pytest.mark.parametrize("precision", ["32-true", "16-mixed"])

@@ -11,7 +11,9 @@ from torch import Tensor, nn
 from torch.amp import GradScaler
 from torch.utils.checkpoint import checkpoint
 
+import fastclip
 from fastclip import GradClipper
+from fastclip.integrations import torch as patching
 from fastclip.integrations.lightning import GradClipCallback
 from tests.integrations.lightning_runs import (
     KINDS,
@@ -141,3 +143,31 @@ def test_fabric(precision: str, kind: str) -> None:
     assert stats.skipped
     rounding = 2.0**-8 if precision == "bf16-true" else 1e-5
     assert norm(parameters(net)) == pytest.approx(0.5, rel=rounding)
+
+
+def test_the_patch_serves_lightnings_own_clipping(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    calls: list[float] = []
+
+    def counting(parameters: Any, max_norm: float, *args: Any, **kwargs: Any) -> Tensor:
+        calls.append(max_norm)
+        return fastclip.clip_grad_norm_(parameters, max_norm, *args, **kwargs)
+
+    monkeypatch.setitem(patching._SERVED, "clip_grad_norm_", counting)
+    theirs, ours = Net(), Net()
+    trainer(tmp_path, gradient_clip_val=0.5).fit(theirs, loader(5))
+    with patching.patch():
+        trainer(tmp_path, gradient_clip_val=0.5).fit(ours, loader(5))
+        net = nn.Linear(SIZE, 1)
+        strategy, _ = fabric("32-true")
+        model, optimizer = strategy.setup(net, torch.optim.SGD(net.parameters()))
+        strategy.backward(model(torch.full((4, SIZE), 10.0)).sum())
+        before = strategy.clip_gradients(model, optimizer, max_norm=0.25)
+
+    assert calls == [0.5] * 5 + [0.25]
+    assert ours.losses == pytest.approx(theirs.losses, rel=1e-5)
+    assert float(before or 0) > 10
+    assert norm([each.grad for each in net.parameters() if each.grad is not None]) == (
+        pytest.approx(0.25, rel=1e-5)
+    )

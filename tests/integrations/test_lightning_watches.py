@@ -314,7 +314,7 @@ def test_what_is_refused(tmp_path: Path) -> None:
         ({"on_critical": "panic"}, ValueError, "on_critical must be .* got 'panic'"),
         ({"on_critical": RollbackPolicy()}, ValueError, "needs a monitor"),
         ({"log_every": -1}, ValueError, "log_every must be a whole number of at least 0, got -1"),
-        ({"depth": 1.5}, ValueError, "depth must be a whole number of at least 0, got 1.5"),
+        ({"depth": 1.5}, TypeError, "depth must be a whole number of at least 0, got 1.5"),
         ({"checkpoint_every": 0}, ValueError, "checkpoint_every must be .* at least 1, got 0"),
     ],
     ids=lambda value: next(iter(value)) if isinstance(value, dict) else "",
