@@ -19,6 +19,7 @@ ASKED = {
     "transformers": "from transformers import TrainerCallback",
     "lightning": "import lightning.pytorch",
 }
+TESTS = ("tests/integrations", "-m", "not slow")
 LOADED = "\nimport sys; print(*sorted({name.partition('.')[0] for name in sys.modules}))"
 
 
@@ -77,12 +78,14 @@ def expect(what: str, found: set[str], expected: set[str]) -> None:
 
 
 def run_tests(python: Path) -> None:
-    """The repository's tests of the integrations, of which each trains a small model."""
+    """Those of the repository that train small models, from where fastclip is the installed one."""
     folder = WORK / "tests-beside"
     shutil.rmtree(folder, ignore_errors=True)
-    shutil.copytree(ROOT / "tests", folder / "tests")
+    for part in ("tests", "examples"):
+        shutil.copytree(ROOT / part, folder / part)
     shutil.copy(ROOT / "pyproject.toml", folder)
-    subprocess.run([python, "-m", "pytest", "-q", "tests/integrations"], cwd=folder, check=True)
+    if subprocess.run([python, "-m", "pytest", "-q", *TESTS], cwd=folder).returncode:
+        raise SystemExit(f"error: tests fail beside the newest {', '.join(FRAMEWORKS)}")
 
 
 if __name__ == "__main__":

@@ -72,8 +72,9 @@ def test_tables_scroll_on_a_phone(opened: Browser, site: Path) -> None:
     assert room <= PHONE < wide
 
 
-def test_the_search_finds_a_function(opened: Browser, site: Path) -> None:
-    open_page(opened, site / "recovery.html")
+@pytest.mark.parametrize("page", ["recovery.html", "api/rules.html"])
+def test_the_search_finds_a_function(opened: Browser, site: Path, page: str) -> None:
+    open_page(opened, site / page)
     opened.evaluate(
         "const field = document.querySelector('.md-search__input'); field.focus();"
         "field.value = 'clip_grad_norm_'; field.dispatchEvent(new Event('keyup'));"
