@@ -19,6 +19,7 @@ ASKED = {
     "transformers": "from transformers import TrainerCallback",
     "lightning": "import lightning.pytorch",
 }
+TEST_PACKAGES = ("hypothesis", "pytest", "tensorboard")
 TESTS = ("tests/integrations", "-m", "not slow")
 LOADED = "\nimport sys; print(*sorted({name.partition('.')[0] for name in sys.modules}))"
 
@@ -39,7 +40,7 @@ def main(arguments: list[str] | None = None) -> int:
     for name, framework in ASKED.items():
         own = loaded(python, f"import fastclip.integrations.{name}") - loaded(python, framework)
         expect(f"what fastclip.integrations.{name} imports", own, {"fastclip"})
-    install(programs, "--constraint", CONSTRAINTS, "pytest", "hypothesis")
+    install(programs, "--constraint", CONSTRAINTS, *TEST_PACKAGES)
     run_tests(python)
     for extra in metadata(wheel).get_all("Provides-Extra") or ():
         asked = f"torch-fastclip[{extra}] @ {wheel.as_uri()}"
