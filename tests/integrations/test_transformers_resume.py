@@ -49,9 +49,9 @@ def test_the_rest_is_the_same(whole: tuple[Path, GradClipCallback, Any], tmp_pat
     assert len({*logged(resumed, "grad_clip_coef")[HALF:]}) > 5  # the rule does bind
     assert own.clipper is not None
     assert other.clipper is not None
-    states = [each.clipper.state_dict() for each in (own, other)]
+    state, expected = other.clipper.state_dict(), own.clipper.state_dict()
     for part in ("counters", "state"):
-        torch.testing.assert_close(states[1][part], states[0][part], rtol=0, atol=0)
+        torch.testing.assert_close(state[part], expected[part], rtol=0, atol=0)
     assert other.monitor is not None
     assert own.monitor is not None
     assert other.monitor.state_dict() == own.monitor.state_dict()
