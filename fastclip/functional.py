@@ -184,7 +184,7 @@ def clip_grad_value_(
     done = watching.clips(listed.parameters, value)
     for tensor in found.tensors:
         # clamp_ refuses a finite bound that the dtype does not hold.
-        bound = value if math.isinf(value) else min(value, torch.finfo(tensor.dtype).max)
+        bound = value if value == math.inf else min(value, torch.finfo(tensor.dtype).max)
         tensor.clamp_(-bound, bound)
     for gradient, coalesced in found.sparse.values():
         gradient.copy_(coalesced)
@@ -223,7 +223,7 @@ def grad_stats(parameters: Parameters, norm_type: float | str = 2.0) -> GradStat
 def order(norm_type: float | str) -> float:
     """The order p as a number."""
     p = _number(norm_type, "norm_type must be a number or 'inf'")
-    if math.isnan(p):
+    if p != p:  # NaN; math.isnan refuses numbers that torch.compile follows
         raise ValueError(f"norm_type must be a number or 'inf', got {norm_type!r}")
     return p
 
