@@ -24,6 +24,9 @@ def require(
         number = float(value)
     except OverflowError:  # an int, whose digits may be too many to be printed
         raise ValueError(f"{name} must be {what}, got a number beyond float64") from None
-    fits = number < LARGEST if whole else infinite or not math.isinf(number)
+    if whole and isinstance(value, Integral):
+        fits = int(value) < LARGEST  # float64 would round the number just under it up
+    else:
+        fits = infinite or not math.isinf(number)
     if not (fits and holds(number)):  # false for NaN
         raise ValueError(f"{name} must be {what}, got {value!r:.80}")
