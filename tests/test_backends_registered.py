@@ -44,6 +44,10 @@ def provide_none() -> Backend:
     raise Unavailable("there is no such card here")
 
 
+def provide_error() -> Backend:
+    raise KeyError("card")
+
+
 def test_a_registered_backend_serves_where_it_is_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
     before = backends.choose(CPU).name
     made: list[int] = []
@@ -79,7 +83,7 @@ def test_a_name_is_taken_once(name: str) -> None:
 
 WRONG: dict[str, tuple[Callable[[], Any], str]] = {
     "unavailable": (provide_none, "there is no such card here"),
-    "raising": (lambda: {}["card"], "its provider raised KeyError: 'card'"),
+    "raising": (provide_error, "its provider raised KeyError: 'card'"),
     "nothing": (lambda: None, "its provider returned None, which is no Backend"),
     "other-name": (reference.provide, "returned a backend of the name 'reference'"),
 }
