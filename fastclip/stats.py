@@ -66,7 +66,8 @@ class GradStats:
     | `clipped`         | 0-d bool    | whether a coefficient is under 1                          |
     | `skipped`         | 0-d bool    | whether the step was left out                             |
     | `found_inf`       | 0-d float32 | 1.0 where the step should not be taken as it is, else 0.0 |
-    | `inv_scale`       | 0-d float32 | 1 over the loss scale a clipper was told of, or None      |
+    | `loss_scale`      | 0-d float32 | that a clipper's step took out, or None                   |
+    | `inv_scale`       | 0-d float32 | 1 over it, or None                                        |
 
     `threshold` and `coef` are ``[n]`` of rules that clip each tensor. `threshold` is inf where a
     rule did not bind, or the rule's `max_norm` if it has one. Of a clipper with
@@ -175,6 +176,10 @@ class GradStats:
     @property
     def nonfinite_count(self) -> Tensor:
         return self.table[:, tables.NAN : tables.INF + 1].sum().to(torch.int64)
+
+    @property
+    def loss_scale(self) -> Tensor | None:
+        return None if self.inv_scale is None else self.inv_scale.reciprocal()
 
     def cpu(self) -> "GradStats":
         """The same on the host, by one packed copy; itself if it is there already."""
