@@ -93,7 +93,9 @@ class GradClipCallback(TrainerCallback):
 
     Raises:
         TypeError, ValueError: settings that `GradClipper` refuses; or `on_critical` is unknown, or
-            not ``"ignore"`` without a monitor.
+            not ``"ignore"`` without a monitor. When training begins, where ``max_grad_norm`` would
+            clip as well, or the gradients are DeepSpeed's or FSDP1's.
+        FileNotFoundError: when training begins, where `resume_from` has no ``fastclip.pt``.
     """
 
     def __init__(
