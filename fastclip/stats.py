@@ -202,7 +202,8 @@ class GradStats:
         return [LayerStats(*row) for row in rows]
 
     def worst(self, k: int = 5, by: By = "norm") -> list[LayerStats]:
-        """The k first layers by norm, maximum, number of non-finite elements or share of zeros.
+        """The `k` layers with the largest `by`: ``"norm"``, ``"max_abs"``, ``"nonfinite"``, the
+        number of such elements, or ``"zero"``, the share of zeros.
 
         NaN comes before infinity and that before numbers; ties stay in order. Raises `ValueError`
         for another `by` and for a negative `k`.

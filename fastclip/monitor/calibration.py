@@ -44,8 +44,8 @@ def suggest_max_norm(norms: Iterable[float | None], clip_rate: float = 0.01) -> 
         clip_rate: the share of steps to clip, over 0 and under 1.
 
     Returns:
-        The threshold, and in `warnings` what speaks against a fixed one: a median norm of the
-        second half that is over 2 times or under half that of the first.
+        The threshold. Its `warnings` say so if the median norm of the second half is more than
+        twice or less than half that of the first, when no fixed threshold fits both.
 
     Raises:
         TypeError: `clip_rate` is no number.

@@ -76,13 +76,13 @@ class RobustSpike:
 
         value - m > k * max(1.4826 * MAD, 1e-3 * abs(m))
 
-    1.4826 * MAD is the standard deviation of normal values, whatever a few outliers do: this is the
-    modified z-score of Iglewicz and Hoaglin (1993), upwards only, with a least spread. With `log`
-    all of it is of logarithms (for gradient norms, which spread by factors), the least spread is
-    1e-3, and values at or below zero are passed over.
+    Of a normal distribution 1.4826 * MAD is the standard deviation, and a few outliers hardly
+    change it: this is the modified z-score of Iglewicz and Hoaglin (1993), upwards only, with a
+    least spread. With `log` all of it is of logarithms (for gradient norms, which spread by
+    factors), the least spread is 1e-3, and values at or below zero are passed over.
 
-    Values want their digits: where they were rounded so that most of a window are equal, as norms
-    of 0.22 and 0.23 are late in a run, the MAD is 0 and the next larger number stands out.
+    Values need all their digits: where they were rounded so that most of a window are equal, as
+    norms of 0.22 and 0.23 are late in a run, the MAD is 0 and the next larger number stands out.
 
     Args:
         metric: a number of `StepRecord`, by its name.
