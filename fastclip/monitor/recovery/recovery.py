@@ -237,7 +237,9 @@ class Recovery:
         `run(step, batch)` is the loop's body, without what writes down that a step was taken
         (`observe`, `handle`), and returns the loss. It gets the batches, the random state and the
         learning rate that the run had; which those were depends on how many `rollbacks` there had
-        been: None means as many as were carried out. The state is afterwards as before.
+        been: None means as many as were carried out. The state is afterwards as before. Of what is
+        returned `same` says whether loss, parameters and buffers came out as the same bits both
+        times, `differs_at` and `name` where not; str() of it is for people to read.
         """
         from fastclip.monitor.recovery.replaying import replay
 
