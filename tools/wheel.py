@@ -101,7 +101,9 @@ def last_change() -> str | None:
     command = ["git", "-C", str(ROOT), "log", "-1", "--format=%ct"]
     asked = subprocess.run(command, capture_output=True, text=True)
     if asked.returncode:
-        print(f"\nnot reproducible: the time of the last commit is unknown ({asked.stderr.strip()})")
+        print(
+            f"\nnot reproducible: the time of the last commit is unknown ({asked.stderr.strip()})"
+        )
         return None
     return asked.stdout.strip()
 

@@ -1,7 +1,7 @@
 """Clipping for an optimizer whose step is taken by somebody else, after the clip."""
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack
 from typing import Any
 
@@ -11,15 +11,34 @@ from torch.optim import Optimizer
 
 from fastclip import folding, scaling
 from fastclip.clipper import GradClipper
+from fastclip.integrations._entries import Entries
+from fastclip.policy import Policy
+from fastclip.rules import Rule
 from fastclip.stats import GradStats
+
+
+def options_of(
+    max_norm: float | Tensor | Callable[[int], float] | None,
+    rule: Rule | None,
+    norm_type: float | str,
+    nonfinite: Policy,
+) -> dict[str, Any]:
+    """The options of a `GradClipper`. Raises now what it would raise when training starts."""
+    options: dict[str, Any] = {"max_norm": max_norm, "rule": rule}
+    options |= {"norm_type": norm_type, "nonfinite": nonfinite}
+    GradClipper([], **options)
+    return options
 
 
 class BeforeStep:
     """An optimizer whose step a framework takes, its clipper, and what was found lately."""
 
-    def __init__(self, module: nn.Module, optimizer: Optimizer, options: Mapping[str, Any]) -> None:
+    def __init__(
+        self, module: nn.Module, optimizer: Optimizer, options: Mapping[str, Any], entries: Entries
+    ) -> None:
         self.optimizer = optimizer
         self.clipper = GradClipper(_Owned(module, optimizer), **options)
+        self.entries = entries
         self.found: dict[int, GradStats] = {}  # by step
         self.lr: float | Tensor = math.nan  # of the batch that is going on
         self._policy = options["nonfinite"]
@@ -51,23 +70,9 @@ class BeforeStep:
 
         hook = self.optimizer.register_step_post_hook(take_back)
 
-    def row(self, depth: int) -> dict[str, float]:
+    def row(self) -> dict[str, float]:
         """What is logged of the newest step."""
-        stats = self.found[max(self.found)].cpu()
-        counted = self.clipper.counters()
-        row = {
-            "grad_norm": float(stats.total_norm),
-            "clip_coef": float(stats.coef.min()),
-            "nonfinite_count": float(stats.nonfinite_count),
-            "clipped_steps": float(counted["clipped"]),
-            "skipped_steps": float(counted["skipped"]),
-        }
-        if stats.inv_scale is not None:
-            row["loss_scale"] = 1 / float(stats.inv_scale)
-        groups = stats.grouped(depth) if depth else None
-        for name, norm in zip(groups.names, groups.norms.tolist(), strict=True) if groups else ():
-            row[f"grad_norm/{name}"] = norm
-        return row
+        return self.entries.made(self.clipper, self.found[max(self.found)])
 
 
 class _Owned(nn.Module):

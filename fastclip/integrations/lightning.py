@@ -4,23 +4,24 @@ Works with ``lightning.pytorch`` and with ``pytorch_lightning``: it is a callbac
 imported already, else of the one that is installed.
 """
 
-import logging
 import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from functools import partial
 from importlib import import_module
 from importlib.util import find_spec
-from operator import le
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 from torch.optim import Optimizer
 
 from fastclip.checks import require
 from fastclip.clipper import GradClipper
-from fastclip.integrations._clipping import BeforeStep
+from fastclip.integrations._clipping import BeforeStep, options_of
+from fastclip.integrations._critical import Alarms, OnCritical, require_answers
+from fastclip.integrations._entries import Entries, Layers, require_layers
+from fastclip.integrations._entries import block_of as block_of
+from fastclip.integrations._rollbacks import Rollbacks
 from fastclip.integrations._trainers import (
     inner_of,
     monitors_of,
@@ -29,9 +30,7 @@ from fastclip.integrations._trainers import (
     require_suitable,
     scaler_of,
 )
-from fastclip.integrations.rollbacks import Rollbacks
 from fastclip.monitor import Event, Monitor, RollbackPolicy
-from fastclip.monitor.sinks.scalars import sentence
 from fastclip.policy import Policy
 from fastclip.rules import Rule
 
@@ -52,9 +51,7 @@ if TYPE_CHECKING:
 else:
     Callback = import_module(_framework()).Callback
 
-__all__ = ["GradClipCallback"]
-
-KEPT = 3  # confirmed states to go back to
+__all__ = ["GradClipCallback", "block_of"]
 
 
 class GradClipCallback(Callback):
@@ -68,13 +65,19 @@ class GradClipCallback(Callback):
     where a fused optimizer is to take the loss scale out itself, which Lightning's own clipping
     refuses, the callback takes it out in the same write.
 
+    The trainer's loggers are given `grad_norm` (before clipping, without a loss scale),
+    `grad_clip_coef`, `grad_nonfinite` (the number of elements) and, under a scaler, `loss_scale` of
+    an update, `grad_clipped` (a share) and `grad_skipped` (a number) of the updates since the row
+    before, and for each block of the module ``grad_norm/BLOCK`` and ``grad_max/BLOCK``. With
+    several optimizers the names begin with ``optimizer_0/``, ``optimizer_1/`` and so on.
+
     A step with NaN or infinite gradients is not taken (`nonfinite`): a fused optimizer and a
     GradScaler are handed the flag, and for others it is read, once per step, and the gradients are
     set to None. `trainer.global_step` counts such a step all the same.
 
     Args:
-        max_norm: the threshold of each optimizer, as of `GradClipper`.
-        rule: instead of it.
+        max_norm: the threshold of each optimizer, as of `GradClipper`, and so are the next three.
+        rule: instead of a fixed threshold.
         norm_type: the order of the norm.
         nonfinite: what to do about NaN and infinities.
         monitor: a `Monitor` that is told of every update; with several optimizers, one for each in
@@ -82,16 +85,20 @@ class GradClipCallback(Callback):
             without the updates that were taken back, `loss` what ``training_step`` returned (in
             automatic optimisation summed over accumulated batches, which Lightning has divided by
             their number), `lr` that of the first parameter group.
+        on_critical: what to do about a critical event of the monitor. Each answer is told to the
+            logger "fastclip".
+
+            - ``"warn"``: go on, with one warning for each incident;
+            - ``"stop"``: end the training, as early stopping does;
+            - a `RollbackPolicy`: go back in place, when its `on` says so. It needs one process, one
+              optimizer and automatic optimisation. Its `after` and `ranks` mean nothing here.
+        checkpoint_every: updates between two states that a rollback can go back to.
+        keep: how many of them that are confirmed are kept, in a temporary folder in
+            ``trainer.default_root_dir``.
+        layers: as `GradStats.grouped`: the number of parts of a parameter's name, or a function of
+            the name, that says under which BLOCK it is logged. None: no entries by block.
         log_every: updates between two rows in the trainer's loggers; None means as often as
             ``Trainer(log_every_n_steps=...)`` says, 0 never.
-        depth: the rows have the norm of each group of gradients whose names agree in their first
-            `depth` parts; 0 leaves those out.
-        on_critical: what to do about an event of level "critical": ``"stop"`` ends the training as
-            early stopping does, ``"ignore"`` leaves it to the monitor's sinks, and a
-            `RollbackPolicy` goes back in place (it says itself which events do that). All but
-            ``"ignore"`` say so by the logger "fastclip". Going back needs one process, one
-            optimizer and automatic optimisation.
-        checkpoint_every: updates between two states to go back to.
         val_loss: under which name the module logs its validation loss, for the next record.
 
     What a rollback restores, before the next batch, validation or checkpoint: the module, the
@@ -99,9 +106,7 @@ class GradClipCallback(Callback):
     are the batches (Lightning goes on with the following ones, so the suspect ones are passed
     over), `trainer.global_step`, the epoch, the learning rate's schedule (the policy's `lr_scale`
     comes on top of it), other callbacks, and what was logged. So a run of `max_steps` ends with
-    that many updates less those taken back. States to go back to are in a temporary folder in
-    ``trainer.default_root_dir``, and are those of this call of ``fit``. The policy's `after` and
-    `ranks` mean nothing here.
+    that many updates less those taken back. States to go back to are those of this call of ``fit``.
 
     Checkpoints of the trainer contain the clippers, the monitors, and the number of rollbacks used.
 
@@ -120,35 +125,24 @@ class GradClipCallback(Callback):
         norm_type: float | str = 2.0,
         nonfinite: Policy = "skip",
         monitor: Monitor | Sequence[Monitor | None] | None = None,
-        log_every: int | None = None,
-        depth: int = 1,
-        on_critical: Literal["stop", "ignore"] | RollbackPolicy = "stop",
+        on_critical: OnCritical = "warn",
         checkpoint_every: int = 100,
+        keep: int = 3,
+        layers: Layers = block_of,
+        log_every: int | None = None,
         val_loss: str = "val_loss",
     ) -> None:
         super().__init__()
-        self._options: dict[str, Any] = {
-            "max_norm": max_norm,
-            "rule": rule,
-            "norm_type": norm_type,
-            "nonfinite": nonfinite,
-        }
-        GradClipper([], **self._options)  # raises here what would be raised when training starts
-        for name, value, least in (
-            *(("log_every", 0 if log_every is None else log_every, 0), ("depth", depth, 0)),
-            ("checkpoint_every", checkpoint_every, 1),
-        ):
-            what = f"a whole number of at least {least}"
-            require(name, value, what, partial(le, least), whole=True)
-        if not (on_critical in ("stop", "ignore") or isinstance(on_critical, RollbackPolicy)):
-            raise ValueError(
-                f'on_critical must be "stop", "ignore" or a RollbackPolicy, got {on_critical!r}'
-            )
+        self._options = options_of(max_norm, rule, norm_type, nonfinite)
         self.monitors = monitors_of(monitor)
-        if isinstance(on_critical, RollbackPolicy) and not any(self.monitors):
-            raise ValueError("a RollbackPolicy as on_critical needs a monitor that finds events")
-        self._log_every, self._depth, self._val_loss = log_every, depth, val_loss
-        self._on_critical, self._checkpoint_every = on_critical, checkpoint_every
+        require_answers(on_critical, checkpoint_every, keep, any(self.monitors))
+        require_layers(layers)
+        least = "a whole number of at least 0, or None"
+        every = 0 if log_every is None else log_every
+        require("log_every", every, least, lambda count: count >= 0, whole=True)
+        self._on_critical, self._checkpoint_every, self._keep = on_critical, checkpoint_every, keep
+        self._layers, self._log_every, self._val_loss = layers, log_every, val_loss
+        self._alarms = [Alarms() for _ in self.monitors]
         self._held: list[BeforeStep] = []
         self._rollbacks: Rollbacks | None = None
         self._used = 0  # rollbacks of earlier calls of fit
@@ -232,24 +226,24 @@ class GradClipCallback(Callback):
         if trainer.global_step == self._started:
             return  # an update takes more batches
         self._log(trainer)
-        events = self._observed()
+        critical = self._observed(trainer)
         self._loss = self._validated = None
         self._going_on = False
         for held in self._held:
             held.found.clear()
-        self._act(trainer, events)
+        if self._on_critical == "stop" and self.monitors:
+            if trainer.world_size > 1:  # each rank has a loss of its own
+                critical = trainer.strategy.reduce_boolean_decision(critical, all=False)
+            trainer.should_stop = trainer.should_stop or critical
 
     def on_validation_end(self, trainer: "Trainer", pl_module: "LightningModule") -> None:
         if not trainer.sanity_checking:
             self._validated = trainer.callback_metrics.get(self._val_loss)
 
     def on_train_end(self, trainer: "Trainer", pl_module: "LightningModule") -> None:
-        for monitor in filter(None, self.monitors):
-            events = monitor.flush()
-            if self._rollbacks is not None:
-                self._roll_back(trainer, self._rollbacks, events)
-            elif self._on_critical == "stop":
-                _tell_of(events, "after the last update")
+        for monitor, alarms in zip(self.monitors, self._alarms, strict=True):
+            if monitor is not None:
+                self._answer(trainer, monitor, alarms, monitor.flush())
         self._close()
 
     def on_exception(
@@ -264,6 +258,7 @@ class GradClipCallback(Callback):
         return {
             "clippers": [clipper.state_dict() for clipper in self.clippers],
             "monitors": [each and each.state_dict() for each in self.monitors],
+            "counted": [each.entries.counted for each in self._held],
             "rollbacks": self.rollbacks,
             "undone": self._undone,
         }
@@ -274,13 +269,14 @@ class GradClipCallback(Callback):
 
     def _build(self, trainer: "Trainer", pl_module: "LightningModule") -> None:
         """A clipper for each optimizer there is now; those before hand on what they know."""
-        states = [each.clipper.state_dict() for each in self._held]
+        before = self._held
         self._held = [
-            BeforeStep(pl_module, inner_of(optimizer), self._options)
+            BeforeStep(pl_module, inner_of(optimizer), self._options, Entries(self._layers))
             for optimizer in trainer.optimizers
         ]
-        for held, state in zip(self._held, states, strict=False):
-            held.clipper.load_state_dict(state)
+        for held, old in zip(self._held, before, strict=False):
+            held.clipper.load_state_dict(old.clipper.state_dict())
+            held.entries = old.entries
 
     def _of(
         self, trainer: "Trainer", pl_module: "LightningModule", optimizer: Optimizer
@@ -306,6 +302,8 @@ class GradClipCallback(Callback):
             for part, state in zip(parts, states, strict=True):
                 if part is not None and state is not None:
                     part.load_state_dict(state)
+        for held, counted in zip(self._held, saved["counted"], strict=True):
+            held.entries.counted = dict(counted)
         self._used, self._undone = saved["rollbacks"], saved["undone"]
 
     def _recovering(
@@ -324,13 +322,14 @@ class GradClipCallback(Callback):
             first=trainer.global_step - self._undone,
             used=self._used,
             every=self._checkpoint_every,
-            keep=KEPT,
+            keep=self._keep,
         )
 
     def _roll_back(self, trainer: "Trainer", rollbacks: Rollbacks, events: Iterable[Event]) -> None:
         step = rollbacks.back(events)
         if step is not None:
             self._undone = trainer.global_step - step
+            self._held[0].entries.begin(self._held[0].clipper)
 
     def _close(self) -> None:
         if self._rollbacks is not None:
@@ -351,33 +350,30 @@ class GradClipCallback(Callback):
         for n, held in enumerate(self._held):
             if held.found:
                 prefix = f"optimizer_{n}/" if len(self._held) > 1 else ""
-                rows.update((prefix + name, value) for name, value in held.row(self._depth).items())
+                rows.update((prefix + name, value) for name, value in held.row().items())
         for logger in trainer.loggers if rows else ():
             logger.log_metrics(rows, step=step)
 
-    def _observed(self) -> list[Event]:
-        """What the monitors say of the updates of a batch."""
-        events: list[Event] = []
-        for held, monitor in zip(self._held, self.monitors, strict=bool(self.monitors)):
-            if monitor is not None:
-                for step, stats in held.found.items():
-                    fields = {"loss": self._loss, "val_loss": self._validated, "lr": held.lr}
-                    events += monitor.observe(step=step, stats=stats, **fields)
-        return events
+    def _observed(self, trainer: "Trainer") -> bool:
+        """Tell the monitors of the updates of a batch; whether one of them calls it critical."""
+        critical = False
+        several = zip(self._held, self.monitors, self._alarms, strict=bool(self.monitors))
+        for held, monitor, alarms in several:
+            if monitor is None:
+                continue
+            events: list[Event] = []
+            for step, stats in held.found.items():
+                fields = {"loss": self._loss, "val_loss": self._validated, "lr": held.lr}
+                events += monitor.observe(step=step, stats=stats, **fields)
+            critical |= self._answer(trainer, monitor, alarms, events)
+        return critical
 
-    def _act(self, trainer: "Trainer", events: Sequence[Event]) -> None:
+    def _answer(
+        self, trainer: "Trainer", monitor: Monitor, alarms: Alarms, events: list[Event]
+    ) -> bool:
+        """Go back, or tell of what is critical; whether something is."""
         if self._rollbacks is not None:
             self._roll_back(trainer, self._rollbacks, events)
-        elif self._on_critical == "stop" and self.monitors:
-            stop = _tell_of(events, "stopping the training")
-            if trainer.world_size > 1:  # each rank has a loss of its own
-                stop = trainer.strategy.reduce_boolean_decision(stop, all=False)
-            trainer.should_stop = trainer.should_stop or stop
-
-
-def _tell_of(events: Iterable[Event], what: str) -> bool:
-    """Tell the logger "fastclip" of critical events; whether there are any."""
-    critical = [event for event in events if event.level == "critical"]
-    for event in critical:
-        logging.getLogger("fastclip").warning("%s: %s", what, sentence(event))
-    return bool(critical)
+            return False
+        then = "stopping the training: " if self._on_critical == "stop" else ""
+        return bool(alarms.tell(events, monitor.attempt, then))

@@ -1,12 +1,11 @@
 """fastclip in a ``transformers.Trainer``: a callback that clips, logs, watches and goes back."""
 
-import logging
 import math
 import shutil
 import warnings
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -15,15 +14,16 @@ from torch.optim import Optimizer
 
 from fastclip import accelerated
 from fastclip.clipper import GradClipper
-from fastclip.integrations.entries import Entries
-from fastclip.integrations.entries import block_of as block_of
-from fastclip.integrations.losses import Losses
-from fastclip.integrations.rollbacks import Rollbacks
+from fastclip.integrations._clipping import options_of
+from fastclip.integrations._critical import Alarms, OnCritical, require_answers
+from fastclip.integrations._entries import Entries, Layers, require_layers
+from fastclip.integrations._entries import block_of as block_of
+from fastclip.integrations._losses import Losses
+from fastclip.integrations._rollbacks import Rollbacks
 from fastclip.monitor import Event, Monitor, RollbackPolicy
 from fastclip.policy import Policy
 from fastclip.rules import Rule
 from fastclip.stats import GradStats
-from fastclip.step import settings_of
 
 try:
     from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
@@ -40,8 +40,6 @@ VERSION = 1
 NAME = "fastclip.pt"  # in the Trainer's checkpoints
 FOLDER = "fastclip-recovery"  # of the checkpoints that rollbacks go back to
 
-OnCritical = Literal["ignore", "stop"] | RollbackPolicy
-
 
 class GradClipCallback(TrainerCallback):
     """Clips the gradients of a ``Trainer``, and adds what it measured to the Trainer's log.
@@ -50,11 +48,10 @@ class GradClipCallback(TrainerCallback):
     >>> args = TrainingArguments("out", max_grad_norm=0)  # or the Trainer would clip as well
     >>> Trainer(model, args, train_dataset=data, callbacks=[callback]).train()
 
-    Every entry of the log with a loss gets `grad_clip_coef` and `grad_nonfinite` (the number of
-    elements) of its step, `grad_clipped` (a share) and `grad_skipped` (a number) of the steps since
-    the entry before, and for each block of the model ``grad_norm/BLOCK`` and ``grad_max/BLOCK``, of
-    the gradient before clipping and without a loss scale. The Trainer's own `grad_norm` is the norm
-    before clipping, too.
+    Every entry of the log with a loss gets `grad_norm` (before clipping, without a loss scale),
+    `grad_clip_coef`, `grad_nonfinite` (the number of elements) and, under a scaler, `loss_scale` of
+    its step, `grad_clipped` (a share) and `grad_skipped` (a number) of the steps since the entry
+    before, and for each block of the model ``grad_norm/BLOCK`` and ``grad_max/BLOCK``.
 
     A step that is skipped leaves the parameters and the optimizer's state as they were; the
     learning rate's schedule goes on. Under fp16 the Trainer's scaler skips, and lowers its scale.
@@ -68,7 +65,8 @@ class GradClipCallback(TrainerCallback):
     (label smoothing, ``compute_loss_func``, several GPUs in one process) it is that of the log, in
     the steps that are logged. `val_loss` is `eval_loss`.
 
-    `clipper` is the `GradClipper` of the training, and `stats` are those of the newest step.
+    `clipper` is the `GradClipper` of the training, `stats` are those of the newest step, and
+    `rollbacks` is how often it went back.
 
     Args:
         max_norm: as of `GradClipper`, and so are the next three.
@@ -76,15 +74,16 @@ class GradClipCallback(TrainerCallback):
         norm_type: the order of the norm.
         nonfinite: what to do about NaN and infinities.
         monitor: what every step is observed by.
-        on_critical: what to do about a critical event of the monitor:
+        on_critical: what to do about a critical event of the monitor. Each answer is told to the
+            logger "fastclip".
 
-            - ``"ignore"``: nothing;
+            - ``"warn"``: go on, with one warning for each incident;
             - ``"stop"``: end the training, without saving the state of that step;
             - a `RollbackPolicy`: go back, when its `on` says so, to the newest state that is known
               to be good, with the learning rate lowered for a while, and go on with the batches
               that follow. ``global_step``, the schedule and the data are not wound back. Its
               `after` and `ranks` mean nothing here.
-        every: steps between two states that a rollback can go back to.
+        checkpoint_every: updates between two states that a rollback can go back to.
         keep: how many of them that are confirmed are kept, in the Trainer's ``output_dir``.
         layers: as `GradStats.grouped`: the number of parts of a parameter's name, or a function of
             the name, that says under which BLOCK it is logged. None: no entries by block.
@@ -92,9 +91,9 @@ class GradClipCallback(TrainerCallback):
             one that is not in its own ``output_dir``.
 
     Raises:
-        TypeError, ValueError: settings that `GradClipper` refuses; or `on_critical` is unknown, or
-            not ``"ignore"`` without a monitor. When training begins, where ``max_grad_norm`` would
-            clip as well, or the gradients are DeepSpeed's or FSDP1's.
+        TypeError, ValueError: an argument is of a wrong type or value, or `on_critical` asks for
+            more than a warning and there is no monitor. When training begins, where
+            ``max_grad_norm`` would clip as well, or the gradients are DeepSpeed's or FSDP1's.
         FileNotFoundError: when training begins, where `resume_from` has no ``fastclip.pt``.
     """
 
@@ -106,19 +105,20 @@ class GradClipCallback(TrainerCallback):
         norm_type: float | str = 2.0,
         nonfinite: Policy = "skip",
         monitor: Monitor | None = None,
-        on_critical: OnCritical = "ignore",
-        every: int = 100,
+        on_critical: OnCritical = "warn",
+        checkpoint_every: int = 100,
         keep: int = 3,
-        layers: int | Callable[[str], str] | None = block_of,
+        layers: Layers = block_of,
         resume_from: str | Path | None = None,
     ) -> None:
-        settings_of(max_norm, rule, norm_type, nonfinite)
-        _require_known(on_critical, monitor)
-        self._options: dict[str, Any] = {"max_norm": max_norm, "rule": rule}
-        self._options |= {"norm_type": norm_type, "nonfinite": nonfinite}
+        self._options = options_of(max_norm, rule, norm_type, nonfinite)
+        if not isinstance(monitor, Monitor | None):
+            raise TypeError(f"monitor must be a Monitor, got {monitor!r:.80}")
+        require_answers(on_critical, checkpoint_every, keep, monitor is not None)
+        require_layers(layers)
         self.monitor = monitor
-        self._on_critical = on_critical
-        self._every, self._keep = every, keep
+        self._on_critical, self._checkpoint_every, self._keep = on_critical, checkpoint_every, keep
+        self._alarms = Alarms()
         self._resume_from = resume_from
         self.clipper: GradClipper | None = None
         self.stats: GradStats | None = None
@@ -129,6 +129,11 @@ class GradClipCallback(TrainerCallback):
         self._awaited = ""  # what the row still lacks: "loss" or "evaluation"
         self._entries = Entries(layers)
         self._used = 0  # rollbacks of the processes that this run goes on from
+
+    @property
+    def rollbacks(self) -> int:
+        """How often this training went back, and those that it goes on from."""
+        return self._used if self._rollbacks is None else self._rollbacks.used
 
     def on_train_begin(
         self,
@@ -151,9 +156,9 @@ class GradClipCallback(TrainerCallback):
         self._end()
         self.clipper = GradClipper(model, **self._options)
         self.stats, self._row, self._next, self._used = None, None, state.global_step, 0
+        self._entries.begin(self.clipper)
         if state.global_step:
             self._resume(_output(args) / f"checkpoint-{state.global_step}")
-        self._entries.begin(self.clipper)
         if args.n_gpu <= 1:
             self._losses.attach(model)
         if isinstance(self._on_critical, RollbackPolicy):
@@ -165,7 +170,7 @@ class GradClipCallback(TrainerCallback):
                 self._on_critical,
                 first=self._next,
                 used=self._used,
-                every=self._every,
+                every=self._checkpoint_every,
                 keep=self._keep,
             )
 
@@ -258,7 +263,8 @@ class GradClipCallback(TrainerCallback):
         content = {
             "version": VERSION,
             "step": self._next,
-            "rollbacks": self._used if self._rollbacks is None else self._rollbacks.used,
+            "rollbacks": self.rollbacks,
+            "counted": self._entries.counted,
             "clipper": self.clipper.state_dict(),
             "monitor": None if self.monitor is None else self.monitor.state_dict(),
         }
@@ -294,6 +300,7 @@ class GradClipCallback(TrainerCallback):
         if self.monitor is not None and saved["monitor"] is not None:
             self.monitor.load_state_dict(saved["monitor"])
         self._next, self._used = saved["step"], saved["rollbacks"]
+        self._entries.counted = saved["counted"]
 
     def _settle(self, state: TrainerState, control: TrainerControl) -> None:
         """Observe the row, if there is one. Where the Trainer is about to save, wait for what is
@@ -306,8 +313,8 @@ class GradClipCallback(TrainerCallback):
             events += self.monitor.flush()
         if self._rollbacks is not None:
             self._roll_back(self._rollbacks, events, state)
-        elif self._on_critical == "stop":
-            _stop(events, state, control)
+        else:
+            self._tell(self.monitor.attempt, events, state, control)
 
     def _roll_back(self, rollbacks: Rollbacks, events: list[Event], state: TrainerState) -> None:
         step = rollbacks.back(events)
@@ -318,23 +325,22 @@ class GradClipCallback(TrainerCallback):
         _enter(state, {"rolled_back": rollbacks.used, "updates_lost": self._next - step})
         self._next = step
 
+    def _tell(
+        self, attempt: int, events: list[Event], state: TrainerState, control: TrainerControl
+    ) -> None:
+        stops = self._on_critical == "stop"
+        critical = self._alarms.tell(events, attempt, "stopping the training: " if stops else "")
+        if stops and critical:
+            control.should_training_stop, control.should_save = True, False
+            _enter(state, {"stopped_by": critical[0]})
+
     def _end(self) -> None:
         """What a training has set up; that of one which raised, when the next begins."""
         self._losses.detach()
         if self._rollbacks is not None:
+            self._used = self.rollbacks
             self._rollbacks.close()
             self._rollbacks = None
-
-
-def _stop(events: Iterable[Event], state: TrainerState, control: TrainerControl) -> None:
-    critical = [event for event in events if event.level == "critical"]
-    if not critical:
-        return
-    event = critical[0]
-    why = f"{event.kind} at step {event.step}: {event.message}"
-    logging.getLogger("fastclip").warning("stopping the training, because of %s", why)
-    control.should_training_stop, control.should_save = True, False
-    _enter(state, {"stopped_by": why})
 
 
 def _enter(state: TrainerState, entry: dict[str, Any]) -> None:
@@ -351,15 +357,6 @@ def _unwrapped(optimizer: Any) -> tuple[Optimizer, GradScaler | None]:
     inner, scaler = accelerated.unwrapped(optimizer, None)
     (inner,) = inner if isinstance(inner, list) else [inner]
     return inner, scaler if scaler is not None and scaler.is_enabled() else None
-
-
-def _require_known(on_critical: object, monitor: object) -> None:
-    if not (on_critical in ("ignore", "stop") or isinstance(on_critical, RollbackPolicy)):
-        raise ValueError(
-            f"on_critical must be 'ignore', 'stop' or a RollbackPolicy, got {on_critical!r:.80}"
-        )
-    if monitor is None and on_critical != "ignore":
-        raise ValueError("on_critical is about the events of a monitor, and there is none")
 
 
 def _require_clippable(args: TrainingArguments, model: Any) -> None:

@@ -27,7 +27,7 @@ def trained(folder: Path, clips: bool, rolls: bool = False) -> dict[str, Any]:
     if rolls:
         spoiled(net, {7} if rank == 1 else (), float("nan"))
         policy = RollbackPolicy(confirm=2, lr_steps=0)
-        options |= {"nonfinite": "propagate", "on_critical": policy, "every": 4}
+        options |= {"nonfinite": "propagate", "on_critical": policy, "checkpoint_every": 4}
     callbacks = [GradClipCallback(1.0, **options)] if clips else []
     run = trainer(
         folder,

@@ -10,6 +10,7 @@ from lightning.pytorch import Callback
 from torch import Tensor, nn
 
 from fastclip.integrations._clipping import BeforeStep
+from fastclip.integrations._entries import Entries
 from fastclip.integrations.lightning import GradClipCallback
 from fastclip.rules import MaxNorm
 from tests.forbidding import MODES
@@ -154,7 +155,7 @@ def test_lightning_itself_refuses_fused_optimizers(precision: str, tmp_path: Pat
 def test_a_fused_step_waits_for_nothing(bad: bool, forbidden: Any) -> None:
     module = nn.Linear(SIZE, 1)
     optimizer = torch.optim.SGD(module.parameters(), lr=1.0, momentum=0.9, fused=True)
-    held = BeforeStep(module, optimizer, {"max_norm": 0.5, "nonfinite": "skip"})
+    held = BeforeStep(module, optimizer, {"max_norm": 0.5, "nonfinite": "skip"}, Entries(1))
     for parameter in module.parameters():
         parameter.grad = torch.full_like(parameter, math.nan if bad else 3.0)
     before = parameters(module)

@@ -67,7 +67,7 @@ def test_the_log_has_the_norm_before_clipping(tmp_path: Path) -> None:
             parts.append(norm([last.weight.grad, last.bias.grad]))
 
     logger = CSVLogger(tmp_path)
-    callback = GradClipCallback(max_norm=5.0, depth=2)
+    callback = GradClipCallback(max_norm=5.0, layers=2)
     run = trainer(tmp_path, callback, logger=logger, log_every_n_steps=2)
     run.fit(Measuring(), loader(6, {3: float("inf")}))
     logged = rows(logger)
@@ -75,17 +75,19 @@ def test_the_log_has_the_norm_before_clipping(tmp_path: Path) -> None:
     assert [int(row["step"]) for row in logged] == [1, 3, 5]
     assert float(logged[0]["grad_norm"]) == pytest.approx(norms[1], rel=1e-6)
     assert float(logged[0]["grad_norm/net.2"]) == pytest.approx(parts[1], rel=1e-6)
-    assert float(logged[0]["clip_coef"]) == pytest.approx(5.0 / (norms[1] + 1e-6), rel=1e-6)
-    assert int(float(logged[1]["nonfinite_count"])) > 0
-    assert float(logged[1]["clip_coef"]) == 1.0
-    assert float(logged[2]["skipped_steps"]) == 1.0
-    assert float(logged[2]["clipped_steps"]) == 5.0
-    assert {name for name in logged[2] if "/" in name} == {"grad_norm/net.0", "grad_norm/net.2"}
+    assert float(logged[0]["grad_clip_coef"]) == pytest.approx(5.0 / (norms[1] + 1e-6), rel=1e-6)
+    assert int(float(logged[1]["grad_nonfinite"])) > 0
+    assert float(logged[1]["grad_clip_coef"]) == 1.0
+    assert [float(row["grad_skipped"]) for row in logged] == [0, 1, 0]
+    assert [float(row["grad_clipped"]) for row in logged] == [1, 0.5, 1]
+    assert {name for name in logged[2] if "/" in name} == {
+        f"{column}/net.{n}" for column in ("grad_norm", "grad_max") for n in (0, 2)
+    }
 
 
 def test_how_often_is_logged(tmp_path: Path) -> None:
     logger = CSVLogger(tmp_path)
-    run = trainer(tmp_path, GradClipCallback(log_every=3, depth=0), logger=logger)
+    run = trainer(tmp_path, GradClipCallback(log_every=3, layers=None), logger=logger)
     run.fit(Net(), loader(7))
 
     assert [int(row["step"]) for row in rows(logger)] == [2, 5]
@@ -158,17 +160,20 @@ def test_the_monitor_is_told_of_every_update(tmp_path: Path) -> None:
 
 
 def test_a_critical_event_stops(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    def steps(**changed: Any) -> int:
-        monitor = Monitor([Alarm(3)])
-        run = trainer(tmp_path, GradClipCallback(monitor=monitor, **changed))
-        run.fit(Net(), loader(8))
-        return run.global_step
-
-    assert steps() == 4
+    monitor = Monitor([Alarm(3)])
+    run = trainer(tmp_path, GradClipCallback(monitor=monitor, on_critical="stop"))
+    run.fit(Net(), loader(8))
+    assert run.global_step == 4
     assert "stopping the training: step 3: critical: alarm" in caplog.text
-    caplog.clear()
-    assert steps(on_critical="ignore") == 8
-    assert not [record for record in caplog.records if record.name == "fastclip"]
+
+
+def test_an_incident_is_told_once(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    monitor = Monitor([Alarm(3), Alarm(4), Alarm(6), Alarm(20)])
+    run = trainer(tmp_path, GradClipCallback(monitor=monitor))
+    run.fit(Net(), loader(24))
+    assert run.global_step == 24
+    told = [record.getMessage() for record in caplog.records if record.name == "fastclip"]
+    assert told == [f"step {step}: critical: alarm, grad_norm" for step in (3, 20)]
 
 
 @pytest.mark.parametrize("precision", ["32-true", "16-mixed"])
@@ -312,9 +317,12 @@ def test_what_is_refused(tmp_path: Path) -> None:
         ({"nonfinite": "never"}, ValueError, "nonfinite"),
         ({"monitor": 3}, TypeError, "monitor must be a Monitor or a list of them, got 3"),
         ({"on_critical": "panic"}, ValueError, "on_critical must be .* got 'panic'"),
-        ({"on_critical": RollbackPolicy()}, ValueError, "needs a monitor"),
-        ({"log_every": -1}, ValueError, "log_every must be a whole number of at least 0, got -1"),
-        ({"depth": 1.5}, TypeError, "depth must be a whole number of at least 0, got 1.5"),
+        ({"on_critical": RollbackPolicy()}, ValueError, "and there is none"),
+        ({"monitor": [None], "on_critical": "stop"}, ValueError, "and there is none"),
+        ({"log_every": -1}, ValueError, "log_every must be a whole number of at least 0, or None"),
+        ({"layers": 1.5}, TypeError, "layers must be a whole number of .* or None, got 1.5"),
+        ({"layers": 0}, ValueError, "layers must be .* got 0"),
+        ({"keep": 0}, ValueError, "keep must be .* at least 1, got 0"),
         ({"checkpoint_every": 0}, ValueError, "checkpoint_every must be .* at least 1, got 0"),
     ],
     ids=lambda value: next(iter(value)) if isinstance(value, dict) else "",
@@ -326,7 +334,9 @@ def test_arguments_are_checked(options: Any, error: type[Exception], match: str)
 
 def test_a_checkpoint_of_other_optimizers_is_refused(tmp_path: Path) -> None:
     callback = GradClipCallback()
-    callback.load_state_dict({"clippers": [], "monitors": [], "rollbacks": 0, "undone": 0})
+    callback.load_state_dict(
+        {"clippers": [], "monitors": [], "counted": [], "rollbacks": 0, "undone": 0}
+    )
     with pytest.raises(ValueError, match=r"the state of 0 clippers, and this .* has 1"):
         trainer(tmp_path, callback).fit(Net(), loader(1))
 

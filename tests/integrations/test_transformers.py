@@ -237,7 +237,13 @@ def test_what_cannot_be_right_is_refused(tmp_path: Path) -> None:
         run.train()
     with pytest.raises(ValueError, match="max_norm must be a number of at least 0"):
         GradClipCallback(-1.0)
-    with pytest.raises(ValueError, match="'stop' or a RollbackPolicy, got 'halt'"):
+    with pytest.raises(ValueError, match="\"stop\" or a RollbackPolicy, got 'halt'"):
         GradClipCallback(1.0, monitor=Monitor(), on_critical="halt")  # type: ignore[arg-type]
-    with pytest.raises(ValueError, match="events of a monitor, and there is none"):
+    with pytest.raises(ValueError, match="events that a monitor finds, and there is none"):
         GradClipCallback(1.0, on_critical="stop")
+    with pytest.raises(TypeError, match="monitor must be a Monitor, got 1"):
+        GradClipCallback(1.0, monitor=1)  # type: ignore[arg-type]
+    for name in ("checkpoint_every", "keep", "layers"):
+        options: Any = {name: 0}
+        with pytest.raises(ValueError, match=f"{name} must be a whole number of at least 1"):
+            GradClipCallback(1.0, **options)

@@ -1,4 +1,4 @@
-"""What a critical event does: nothing, an end, or a way back."""
+"""What a critical event does: a warning, an end, or a way back."""
 
 import math
 import statistics
@@ -40,17 +40,20 @@ def test_stop_ends_the_training_and_says_why(
     run.train()
     assert run.state.global_step == 6
     (why,) = logged(run, "stopped_by")
-    assert why.startswith("nonfinite at step 5: ")
-    assert f"stopping the training, because of {why}" in caplog.text
+    assert why.startswith("step 5: critical: nonfinite, ")
+    assert f"stopping the training: {why}" in caplog.text
     assert [path.name for path in tmp_path.glob("checkpoint-*")] == ["checkpoint-3"]  # none of 6
 
 
-def test_ignore_goes_on(tmp_path: Path) -> None:
+def test_a_warning_goes_on(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     own = GradClipCallback(1.0, nonfinite="propagate", monitor=Monitor())
     run = trainer(tmp_path, own, net=spoiled(model(), {5}, math.nan), max_steps=9)
     run.train()
     assert run.state.global_step == 9
     assert not all(p.isfinite().all() for p in run.model.parameters())
+    told = [record.getMessage() for record in caplog.records if record.name == "fastclip"]
+    assert len(told) == 1  # of four steps of one incident
+    assert told[0].startswith("step 5: critical: nonfinite, ")
 
 
 def rolled(folder: Path, steps: int, spoils: set[int], **options: Any) -> tuple[Any, Any]:
@@ -60,7 +63,7 @@ def rolled(folder: Path, steps: int, spoils: set[int], **options: Any) -> tuple[
         *(1.0,),
         nonfinite="propagate",
         monitor=monitor,
-        every=5,
+        checkpoint_every=5,
         **{"on_critical": POLICY, **options.pop("own", {})},
     )
     run = trainer(
@@ -118,7 +121,7 @@ def test_the_budget_holds_across_a_resume(tmp_path: Path) -> None:
         *(1.0,),
         nonfinite="propagate",
         monitor=monitor,
-        every=5,
+        checkpoint_every=5,
         **policy,  # type: ignore[arg-type]
     )
     run = trainer(tmp_path, own, net=spoiled(model(**STILL), {6}, math.nan), max_steps=28)

@@ -22,9 +22,10 @@ callback = transformers.GradClipCallback(
 trained: TrainerCallback = callback
 assert_type(transformers.GradClipCallback(rule=ZClip()), transformers.GradClipCallback)
 assert_type(transformers.block_of("h.0.attn.weight"), str)
+assert_type(lightning.block_of("h.0.attn.weight"), str)
 
 other = lightning.GradClipCallback(
-    lambda step: 1.0, monitor=[monitor], log_every=10, on_critical="stop"
+    lambda step: 1.0, monitor=[monitor], log_every=10, on_critical="stop", keep=2, layers=None
 )
 watched: Callback = other
 Trainer(callbacks=[other])

@@ -2,8 +2,11 @@
 
 from collections.abc import Callable
 
+from fastclip.checks import require
 from fastclip.clipper import GradClipper
 from fastclip.stats import GradStats
+
+Layers = int | Callable[[str], str] | None
 
 
 def block_of(name: str) -> str:
@@ -14,36 +17,47 @@ def block_of(name: str) -> str:
     return ".".join(parts[: numbers[0] + 1] if numbers else parts[:-1] or parts)
 
 
+def require_layers(layers: object) -> None:
+    """Raise `TypeError` or `ValueError` for what does not say how rows are grouped."""
+    if layers is not None and not callable(layers):
+        what = "a whole number of at least 1, a function of a name, or None"
+        require("layers", layers, what, lambda depth: depth >= 1, whole=True)
+
+
 class Entries:
-    """Makes the entries, and remembers what the clipper's counters were at the one before.
+    """Makes the entries of a clipper, whose counters at the newest one are `counted`.
 
     `layers`: as `GradStats.grouped`; None for no entries by block.
     """
 
-    def __init__(self, layers: int | Callable[[str], str] | None) -> None:
+    def __init__(self, layers: Layers) -> None:
         self._layers = layers
-        self._counted: dict[str, int] = {}
+        self.counted: dict[str, int] = {}
 
     def begin(self, clipper: GradClipper) -> None:
         """Count from here on; after a rollback, too."""
-        self._counted = {name: int(value) for name, value in clipper.counters().items()}
+        self.counted = {name: int(value) for name, value in clipper.counters().items()}
 
     def made(self, clipper: GradClipper, stats: GradStats) -> dict[str, float]:
         """Of a step with these statistics, and of those since the last call. Waits for the device.
 
-        `grad_clip_coef` (the smallest, where they differ) and `grad_nonfinite` (elements) of the
-        step, `grad_clipped` (a share) and `grad_skipped` (a number) of all since; of each block
+        `grad_norm` (before clipping, without a loss scale), `grad_clip_coef` (the smallest, where
+        they differ), `grad_nonfinite` (elements) and, under a scaler, `loss_scale` of the step;
+        `grad_clipped` (a share) and `grad_skipped` (a number) of all since; of each block
         ``grad_norm/BLOCK`` and ``grad_max/BLOCK``.
         """
-        stats, before = stats.cpu(), self._counted
+        stats, before = stats.cpu(), self.counted
         self.begin(clipper)
-        since = {name: value - before[name] for name, value in self._counted.items()}
+        since = {name: value - before.get(name, 0) for name, value in self.counted.items()}
         found = {
+            "grad_norm": float(stats.total_norm),
             "grad_clip_coef": float(stats.coef.min()) if stats.coef.numel() else 1.0,
             "grad_clipped": since["clipped"] / max(since["steps"], 1),
             "grad_skipped": since["skipped"],
             "grad_nonfinite": int(stats.nonfinite_count),
         }
+        if stats.inv_scale is not None:
+            found["loss_scale"] = 1 / float(stats.inv_scale)
         for row in [] if self._layers is None else stats.grouped(self._layers).layers():
             found[f"grad_norm/{row.name}"] = row.norm
             found[f"grad_max/{row.name}"] = row.max_abs
