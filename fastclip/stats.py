@@ -46,20 +46,20 @@ class LayerStats(NamedTuple):
 
 @dataclass(frozen=True, eq=False, repr=False)
 class GradStats:
-    """A view over the table of statistics, on the gradients' device until `cpu` is called.
+    """What `grad_stats` or a `GradClipper` measured, on the gradients' device until `cpu` is used.
 
     Of n gradients, all before clipping and without a loss scale:
 
     | attribute         | shape       | meaning                                                   |
     |-------------------|-------------|-----------------------------------------------------------|
     | `names`           | n str       | of the parameters, or positions "0", "1", ...             |
-    | `numel`           | n int       | elements                                                  |
-    | `norms`           | ``[n]``     | of the order `norm_type`                                  |
+    | `numel`           | n int       | numbers of elements                                       |
+    | `norms`           | ``[n]``     | ``sum(abs(x)**p) ** (1 / p)``, p the order `norm_type`    |
     | `max_abs`         | ``[n]``     | the largest finite magnitude, 0 if there is none          |
     | `nan_count`       | ``[n]``     | elements that are NaN                                     |
     | `inf_count`       | ``[n]``     | elements that are infinite                                |
     | `zero_count`      | ``[n]``     | elements that are zero                                    |
-    | `total_norm`      | 0-d         | of all as one vector                                      |
+    | `total_norm`      | 0-d         | the same of all gradients as one vector                   |
     | `nonfinite_count` | 0-d         | elements that are NaN or infinite                         |
     | `threshold`       | 0-d, ``[n]``| what `coef` was computed from                             |
     | `coef`            | 0-d, ``[n]``| what gradients are multiplied by                          |
@@ -207,7 +207,8 @@ class GradStats:
         return [LayerStats(*row) for row in rows]
 
     def worst(self, k: int = 5, by: By = "norm") -> list[LayerStats]:
-        """The k first layers by norm, maximum, number of non-finite elements or share of zeros.
+        """The `k` layers with the largest `by`: ``"norm"``, ``"max_abs"``, ``"nonfinite"``, the
+        number of such elements, or ``"zero"``, the share of zeros.
 
         NaN comes before infinity and that before numbers; ties stay in order. Raises `ValueError`
         for another `by` and for a negative `k`.

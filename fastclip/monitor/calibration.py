@@ -38,12 +38,19 @@ def suggest_max_norm(norms: Iterable[float | None], clip_rate: float = 0.01) -> 
 
     >>> suggest_max_norm(record.grad_norm for record in JSONL("run.jsonl")).max_norm
 
+    It is one of the norms: of n in ascending order, from 1, number ``n - floor(clip_rate * n)``.
+
     Args:
         norms: gradient norms before clipping, in the order of the steps; missing and non-finite
             ones are left out. Those of a warm-up count like all others: better leave them out too.
         clip_rate: the share of steps to clip, over 0 and under 1.
 
+    Returns:
+        The threshold. Its `warnings` say so if the median norm of the second half is more than
+        twice or less than half that of the first, when no fixed threshold fits both.
+
     Raises:
+        TypeError: `clip_rate` is no number.
         ValueError: `clip_rate` is out of its range, or there are fewer than ``10 / clip_rate``
             norms, a share of which cannot be told from chance.
     """

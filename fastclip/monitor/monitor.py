@@ -124,9 +124,11 @@ class Monitor:
 
         `fields` are those of `StepRecord`. `stats` fills grad_norm, clip_coef, clipped,
         nonfinite_count and skipped, and of a step with a scaler loss_scale; what a watch measured
-        wins over it, and a keyword over both.
-        None is as good as missing. `layers` may also be a `LayerTable`. Numbers and NumPy scalars
-        are read at once, tensors as `Telemetry` says.
+        wins over it, and a keyword over both. None is as good as missing. `layers` may also be a
+        `LayerTable`. Numbers and NumPy scalars are read at once, tensors as `Telemetry` says.
+
+        Raises `TypeError` for an unknown field and for a value that its field does not take (of a
+        tensor when it is read), `RuntimeError` after `close`.
         """
         self._require_idle()
         if self._closed:
