@@ -1,6 +1,5 @@
 """Clipping for an optimizer whose step is taken by somebody else, after the clip."""
 
-import math
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack
 from typing import Any
@@ -30,6 +29,13 @@ def options_of(
     return options
 
 
+def lr_of(optimizer: Optimizer, scale: float) -> float | Tensor | None:
+    """The learning rate of the first parameter group, times `scale`; None where it has none, or
+    makes its own, as Adafactor does."""
+    lr: float | Tensor | None = optimizer.param_groups[0].get("lr")
+    return None if lr is None else lr * scale
+
+
 class BeforeStep:
     """An optimizer whose step a framework takes, its clipper, and what was found lately."""
 
@@ -40,7 +46,7 @@ class BeforeStep:
         self.clipper = GradClipper(_Owned(module, optimizer), **options)
         self.entries = entries
         self.found: dict[int, GradStats] = {}  # by step
-        self.lr: float | Tensor = math.nan  # of the batch that is going on
+        self.lr: float | Tensor | None = None  # of the batch that is going on
         self._policy = options["nonfinite"]
 
     def skip_if(self, stats: GradStats, scaler: GradScaler | None) -> None:

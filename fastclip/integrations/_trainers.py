@@ -1,15 +1,19 @@
-"""What the callback that clips takes from a Trainer of Lightning, and what it refuses."""
+"""What the callbacks take from a Trainer, of Lightning and of transformers; what they refuse."""
 
+import math
 from collections.abc import Sequence, Sized
 from typing import TYPE_CHECKING, Any
 
+import torch
 from torch.amp import GradScaler
 from torch.optim import Optimizer
 
+from fastclip import accelerated
 from fastclip.monitor import Monitor
 
 if TYPE_CHECKING:
     from lightning.pytorch import LightningModule, Trainer
+    from transformers import TrainingArguments
 
 # Their gradients are pieces of flat buffers, or are kept where no parameter shows them.
 UNSUITABLE = {
@@ -77,3 +81,35 @@ def monitors_of(monitor: Any) -> tuple[Monitor | None, ...]:
     if not isinstance(each, Sequence) or not all(isinstance(one, Monitor | None) for one in each):
         raise TypeError(f"monitor must be a Monitor or a list of them, got {monitor!r:.80}")
     return tuple(each)
+
+
+def require_clippable(args: "TrainingArguments", model: Any) -> None:
+    """Raise `ValueError` if somebody else clips, or nobody can."""
+    if 0 < args.max_grad_norm < math.inf:
+        raise ValueError(
+            f"the Trainer clips to max_grad_norm={args.max_grad_norm} before GradClipCallback sees "
+            "the gradients: pass TrainingArguments(max_grad_norm=0)"
+        )
+    from torch.distributed.fsdp import FullyShardedDataParallel
+
+    if any(isinstance(each, FullyShardedDataParallel) for each in model.modules()):
+        raise ValueError(
+            "of FSDP1 every rank holds parts of the gradients that have no names and no common "
+            "norm here: pass TrainingArguments(fsdp_config={'fsdp_version': 2}) or 'version': 2"
+        )
+
+
+def unwrapped(optimizer: Any) -> tuple[Optimizer, GradScaler | None]:
+    """The optimizer inside of accelerate's, and the scaler that steps it, if one is in use."""
+    inner, scaler = accelerated.unwrapped(optimizer, None)
+    (inner,) = inner if isinstance(inner, list) else [inner]
+    return inner, scaler if scaler is not None and scaler.is_enabled() else None
+
+
+def on_any(flag: bool, args: "TrainingArguments") -> bool:
+    """Whether it is set on a rank: what a monitor's own watches measured differs between them."""
+    if args.world_size == 1:
+        return flag
+    flags = torch.tensor(flag, dtype=torch.int32, device=args.device)
+    torch.distributed.all_reduce(flags, torch.distributed.ReduceOp.MAX)
+    return bool(flags)

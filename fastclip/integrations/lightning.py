@@ -17,7 +17,7 @@ from torch.optim import Optimizer
 
 from fastclip.checks import require
 from fastclip.clipper import GradClipper
-from fastclip.integrations._clipping import BeforeStep, options_of
+from fastclip.integrations._clipping import BeforeStep, lr_of, options_of
 from fastclip.integrations._critical import Alarms, OnCritical, require_answers
 from fastclip.integrations._entries import Entries, Layers, require_layers
 from fastclip.integrations._entries import block_of as block_of
@@ -194,7 +194,7 @@ class GradClipCallback(Callback):
             cut = self._rollbacks.recovery.lr_scale
         self._going_on = True
         for held in self._held:
-            held.lr = held.optimizer.param_groups[0]["lr"] * cut
+            held.lr = lr_of(held.optimizer, cut)
 
     def on_after_backward(self, trainer: "Trainer", pl_module: "LightningModule") -> None:
         self._backward = True

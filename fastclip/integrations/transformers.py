@@ -1,6 +1,5 @@
 """fastclip in a ``transformers.Trainer``: a callback that clips, logs, watches and goes back."""
 
-import math
 import shutil
 import warnings
 from collections.abc import Callable
@@ -9,17 +8,15 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.amp import GradScaler
-from torch.optim import Optimizer
 
-from fastclip import accelerated
 from fastclip.clipper import GradClipper
-from fastclip.integrations._clipping import options_of
+from fastclip.integrations._clipping import lr_of, options_of
 from fastclip.integrations._critical import Alarms, OnCritical, require_answers
 from fastclip.integrations._entries import Entries, Layers, require_layers
 from fastclip.integrations._entries import block_of as block_of
 from fastclip.integrations._losses import Losses
 from fastclip.integrations._rollbacks import Rollbacks
+from fastclip.integrations._trainers import on_any, require_clippable, unwrapped
 from fastclip.monitor import Event, Monitor, RollbackPolicy
 from fastclip.policy import Policy
 from fastclip.rules import Rule
@@ -48,6 +45,10 @@ class GradClipCallback(TrainerCallback):
     >>> args = TrainingArguments("out", max_grad_norm=0)  # or the Trainer would clip as well
     >>> Trainer(model, args, train_dataset=data, callbacks=[callback]).train()
 
+    The Trainer measures the norm by itself before the callback has the gradients, with torch's
+    function, which makes all of them NaN as soon as one is NaN or infinite. So then every element
+    counts as one in `grad_nonfinite`, and ``nonfinite="zero"`` leaves no gradient but zeros.
+
     Every entry of the log with a loss gets `grad_norm` (before clipping, without a loss scale),
     `grad_clip_coef`, `grad_nonfinite` (the number of elements) and, under a scaler, `loss_scale` of
     its step, `grad_clipped` (a share) and `grad_skipped` (a number) of the steps since the entry
@@ -61,9 +62,10 @@ class GradClipCallback(TrainerCallback):
 
     The records of the `monitor` have as `step` the number of updates in the model and as `batch`
     the Trainer's ``global_step``; the two differ after a rollback. `loss` is the mean over the
-    batch, the accumulation and all ranks of the loss that the model returns. Where it returns none
-    (label smoothing, ``compute_loss_func``, several GPUs in one process) it is that of the log, in
-    the steps that are logged. `val_loss` is `eval_loss`.
+    batch, the accumulation and all ranks of the loss that the model returns, which is not the
+    Trainer's where its ``compute_loss`` makes another, as TRL's do. Where it returns none (label
+    smoothing, ``compute_loss_func``, several GPUs in one process) it is that of the log, in the
+    steps that are logged. `val_loss` is `eval_loss`.
 
     `clipper` is the `GradClipper` of the training, `stats` are those of the newest step, and
     `rollbacks` is how often it went back.
@@ -151,8 +153,8 @@ class GradClipCallback(TrainerCallback):
             TypeError: the gradients are DeepSpeed's.
             FileNotFoundError: there is no ``fastclip.pt`` in `resume_from`.
         """
-        _require_clippable(args, model)
-        inner, scaler = _unwrapped(optimizer)
+        require_clippable(args, model)
+        inner, scaler = unwrapped(optimizer)
         self._end()
         self.clipper = GradClipper(model, **self._options)
         self.stats, self._row, self._next, self._used = None, None, state.global_step, 0
@@ -177,7 +179,7 @@ class GradClipCallback(TrainerCallback):
     def on_step_begin(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
-        self._settle(state, control)
+        self._settle(args, state, control)
         if self._rollbacks is not None:
             self._next = self._rollbacks.next_step()
 
@@ -189,20 +191,34 @@ class GradClipCallback(TrainerCallback):
         optimizer: Any = None,
         **kwargs: Any,
     ) -> None:
-        """Clip; or, for a step that is to be skipped, take the gradients away."""
+        """Clip; or, for a step that is to be skipped, take the gradients away.
+
+        Raises:
+            RuntimeError: there is no gradient, because the optimizer has stepped already.
+        """
         assert self.clipper is not None
-        inner, scaler = _unwrapped(optimizer)
+        inner, scaler = unwrapped(optimizer)
         self.stats = stats = self.clipper.clip_(inner, scaler)
         skips = self._options["nonfinite"] == "skip" or stats.contributions is not None
         if scaler is None and skips and stats.skipped:
             inner.zero_grad(set_to_none=True)
+        if not stats.names:
+            raise RuntimeError(
+                f"no parameter has a gradient when {type(inner).__name__} is to step, so there is "
+                "nothing to clip: an optimizer that steps within the backward pass (LOMO, "
+                "optim='..._layerwise') cannot be clipped by GradClipCallback"
+            )
         loss = self._losses.take(args.world_size, args.average_tokens_across_devices)
         if self.monitor is None:
             return
         scale = 1.0 if self._rollbacks is None else self._rollbacks.recovery.lr_scale
-        lr = inner.param_groups[0]["lr"] * scale
-        self._row = {"step": self._next, "stats": stats, "loss": loss, "lr": lr}
+        self._row = {"step": self._next, "stats": stats, "loss": loss, "lr": lr_of(inner, scale)}
         self._row["batch"] = state.global_step
+
+    def on_substep_end(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
+        self._losses.end_batch()
 
     def on_step_end(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
@@ -214,7 +230,7 @@ class GradClipCallback(TrainerCallback):
         if self._row is not None and self._row["loss"] is None and control.should_log:
             self._awaited = self._awaited or "loss"
         if not self._awaited:
-            self._settle(state, control)
+            self._settle(args, state, control)
 
     def on_log(
         self,
@@ -233,7 +249,7 @@ class GradClipCallback(TrainerCallback):
         if self._row is not None and self._row["loss"] is None:
             self._row["loss"] = logs["loss"]
         if self._awaited == "loss":
-            self._settle(state, control)
+            self._settle(args, state, control)
 
     def on_evaluate(
         self,
@@ -245,13 +261,14 @@ class GradClipCallback(TrainerCallback):
     ) -> None:
         if self._row is not None:
             self._row["val_loss"] = (metrics or {}).get("eval_loss")
-            self._settle(state, control)
+            best = args.save_strategy == "best"  # which is decided on after this
+            self._settle(args, state, control, saves=best)
 
     def on_epoch_end(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
         if not control.should_evaluate:
-            self._settle(state, control)
+            self._settle(args, state, control)
 
     def on_save(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
@@ -275,7 +292,7 @@ class GradClipCallback(TrainerCallback):
     def on_train_end(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
-        self._settle(state, control)
+        self._settle(args, state, control)
         self._end()
         if isinstance(self._on_critical, RollbackPolicy) and state.is_world_process_zero:
             shutil.rmtree(_output(args) / FOLDER)
@@ -302,19 +319,32 @@ class GradClipCallback(TrainerCallback):
         self._next, self._used = saved["step"], saved["rollbacks"]
         self._entries.counted = saved["counted"]
 
-    def _settle(self, state: TrainerState, control: TrainerControl) -> None:
+    def _settle(
+        self,
+        args: TrainingArguments,
+        state: TrainerState,
+        control: TrainerControl,
+        saves: bool = False,
+    ) -> None:
         """Observe the row, if there is one. Where the Trainer is about to save, wait for what is
         still on its way from a device: nothing is saved that has not been judged."""
-        if self.monitor is None:
+        saves = saves or control.should_save or control.should_training_stop
+        if self.monitor is None or (self._row is None and not saves):
             return
         row, self._row, self._awaited = self._row, None, ""
         events = [] if row is None else self.monitor.observe(**row)
-        if control.should_save or control.should_training_stop:
+        if saves:
             events += self.monitor.flush()
         if self._rollbacks is not None:
             self._roll_back(self._rollbacks, events, state)
-        else:
-            self._tell(self.monitor.attempt, events, state, control)
+            return
+        stops = self._on_critical == "stop"
+        then = "stopping the training: " if stops else ""
+        critical = self._alarms.tell(events, self.monitor.attempt, then)
+        if stops and on_any(bool(critical), args):
+            control.should_training_stop, control.should_save = True, False
+            why = critical[0] if critical else "a critical event on another rank"
+            _enter(state, {"stopped_by": why})
 
     def _roll_back(self, rollbacks: Rollbacks, events: list[Event], state: TrainerState) -> None:
         step = rollbacks.back(events)
@@ -324,15 +354,6 @@ class GradClipCallback(TrainerCallback):
         self._entries.begin(self.clipper)
         _enter(state, {"rolled_back": rollbacks.used, "updates_lost": self._next - step})
         self._next = step
-
-    def _tell(
-        self, attempt: int, events: list[Event], state: TrainerState, control: TrainerControl
-    ) -> None:
-        stops = self._on_critical == "stop"
-        critical = self._alarms.tell(events, attempt, "stopping the training: " if stops else "")
-        if stops and critical:
-            control.should_training_stop, control.should_save = True, False
-            _enter(state, {"stopped_by": critical[0]})
 
     def _end(self) -> None:
         """What a training has set up; that of one which raised, when the next begins."""
@@ -350,25 +371,3 @@ def _enter(state: TrainerState, entry: dict[str, Any]) -> None:
 
 def _output(args: TrainingArguments) -> Path:
     return Path(args.output_dir or "trainer_output")  # the latter is the Trainer's default
-
-
-def _unwrapped(optimizer: Any) -> tuple[Optimizer, GradScaler | None]:
-    """The optimizer inside of accelerate's, and the scaler that steps it, if one is in use."""
-    inner, scaler = accelerated.unwrapped(optimizer, None)
-    (inner,) = inner if isinstance(inner, list) else [inner]
-    return inner, scaler if scaler is not None and scaler.is_enabled() else None
-
-
-def _require_clippable(args: TrainingArguments, model: Any) -> None:
-    if 0 < args.max_grad_norm < math.inf:
-        raise ValueError(
-            f"the Trainer clips to max_grad_norm={args.max_grad_norm} before GradClipCallback sees "
-            "the gradients: pass TrainingArguments(max_grad_norm=0)"
-        )
-    from torch.distributed.fsdp import FullyShardedDataParallel
-
-    if any(isinstance(each, FullyShardedDataParallel) for each in model.modules()):
-        raise ValueError(
-            "of FSDP1 every rank holds parts of the gradients that have no names and no common "
-            "norm here: pass TrainingArguments(fsdp_config={'fsdp_version': 2}) or 'version': 2"
-        )

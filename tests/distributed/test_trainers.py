@@ -27,3 +27,12 @@ def test_all_ranks_go_back_where_one_has_met_a_nan(mortal_ranks: Pool, tmp_path:
         assert [r.step for r in rank["records"]] == [*range(8), 4, 5]
     assert ranks[0]["weight"] == ranks[1]["weight"]
     assert ranks[0]["weight"][0][0] == pytest.approx(ranks[0]["weight"][0][0])  # not NaN
+
+
+def test_all_ranks_stop_where_the_monitor_of_one_says_so(
+    mortal_ranks: Pool, tmp_path: Path
+) -> None:
+    ranks = mortal_ranks.run(2, trained, tmp_path, True, alarming=1, seconds=120)
+    assert [len(rank["records"]) for rank in ranks] == [4, 4]
+    why = [entry["stopped_by"] for rank in ranks for entry in rank["log"] if "stopped_by" in entry]
+    assert why == ["a critical event on another rank", "step 3: critical: alarm, grad_norm"]

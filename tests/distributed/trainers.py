@@ -9,8 +9,11 @@ import torch.distributed as dist
 ARGUMENTS: dict[str, Any] = {"max_steps": 10, "per_device_train_batch_size": 2}
 
 
-def trained(folder: Path, clips: bool, rolls: bool = False) -> dict[str, Any]:
-    """What a rank logs, and what its monitor was told."""
+def trained(
+    folder: Path, clips: bool, rolls: bool = False, alarming: int | None = None
+) -> dict[str, Any]:
+    """What a rank logs, and what its monitor was told; the one of rank `alarming` finds something
+    critical in step 3, which no other rank sees."""
     rank, size = dist.get_rank(), dist.get_world_size()
     os.environ.update(RANK=str(rank), WORLD_SIZE=str(size), LOCAL_RANK=str(rank))
     os.environ.update(LOCAL_WORLD_SIZE=str(size), HF_HUB_OFFLINE="1")
@@ -28,6 +31,9 @@ def trained(folder: Path, clips: bool, rolls: bool = False) -> dict[str, Any]:
         spoiled(net, {7} if rank == 1 else (), float("nan"))
         policy = RollbackPolicy(confirm=2, lr_steps=0)
         options |= {"nonfinite": "propagate", "on_critical": policy, "checkpoint_every": 4}
+    if alarming is not None:
+        detectors = [_Alarm()] if rank == alarming else []
+        options = {"monitor": Monitor(detectors, [kept]), "on_critical": "stop"}
     callbacks = [GradClipCallback(1.0, **options)] if clips else []
     run = trainer(
         folder,
@@ -42,6 +48,19 @@ def trained(folder: Path, clips: bool, rolls: bool = False) -> dict[str, Any]:
     log = run.state.log_history
     weight = next(run.model.parameters()).detach()
     return {"log": log, "records": kept.records, "weight": weight.tolist()}
+
+
+class _Alarm:
+    kind, metric = "alarm", "grad_norm"
+
+    def init(self) -> tuple[()]:
+        return ()
+
+    def __call__(self, state: Any, record: Any) -> tuple[Any, list[Any]]:
+        from fastclip.monitor import Event
+
+        found = [Event(3, self.kind, "critical", self.metric, 1.0)] if record.step == 3 else []
+        return state, found
 
 
 class _Kept:

@@ -186,6 +186,7 @@ def test_fp16_skips_and_backs_off_as_without_it(tmp_path: Path) -> None:
     assert logged(clipped, "loss") == losses
     assert logged(clipped, "learning_rate") == logged(plain, "learning_rate")
     assert logged(clipped, "grad_skipped") == [int(step in (3, 4)) for step in range(12)]
+    assert logged(clipped, "loss_scale")[:6] == [2.0**16] * 4 + [2.0**15, 2.0**14]
 
 
 def test_optimizers_of_ones_own_are_clipped(tmp_path: Path) -> None:

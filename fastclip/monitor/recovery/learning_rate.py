@@ -47,7 +47,7 @@ class Cut:
         factor = self._factor()
         if factor == 1.0:
             return
-        groups = [group for group in optimizer.param_groups if "lr" in group]
+        groups = [group for group in optimizer.param_groups if group.get("lr") is not None]
         self._before[id(optimizer)] = [(group, _copied(group["lr"])) for group in groups]
         lowered: set[int] = set()  # groups may share a tensor
         for group in groups:
