@@ -88,7 +88,8 @@ def run():
         def on_before_optimizer_step(self, trainer, pl_module, optimizer):
             grads = torch.cat([each.grad.flatten() for each in pl_module.parameters()])
             norms.append(float(grads.double().norm()))
-    callback = integration.GradClipCallback(max_norm=0.5, monitor=Monitor([Alarm()]))
+    watching = {"monitor": Monitor([Alarm()]), "on_critical": "stop"}
+    callback = integration.GradClipCallback(max_norm=0.5, **watching)
     trainer = lightning.Trainer(
         accelerator="cpu", strategy="ddp_fork", devices=2, max_epochs=1, logger=False,
         enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False,
