@@ -1,4 +1,4 @@
-"""Refusals of wrong settings that several parts share. Imports no torch."""
+"""Checks of settings that several parts share: wrong ones are refused. Imports no torch."""
 
 import math
 from collections.abc import Callable
@@ -21,9 +21,29 @@ def require(
     if isinstance(value, bool) or not isinstance(value, Integral if whole else Real):
         raise TypeError(f"{name} must be {what}, got {value!r:.80}")
     try:
-        number = float(value)
+        size = float(value)
     except OverflowError:  # an int, whose digits may be too many to be printed
         raise ValueError(f"{name} must be {what}, got a number beyond float64") from None
-    fits = number < LARGEST if whole else infinite or not math.isinf(number)
-    if not (fits and holds(number)):  # false for NaN
+    if whole and isinstance(value, Integral):
+        fits = int(value) < LARGEST  # float64 would round the number just under it up
+    else:
+        fits = infinite or not math.isinf(size)
+    if not (fits and holds(size)):  # false for NaN
         raise ValueError(f"{name} must be {what}, got {value!r:.80}")
+
+
+def norm_order(norm_type: float | str) -> float:
+    """The order p of a norm as a number."""
+    p = number(norm_type, "norm_type must be a number or 'inf'")
+    if math.isnan(p):
+        raise ValueError(f"norm_type must be a number or 'inf', got {norm_type!r}")
+    return p
+
+
+def number(value: object, rule: str) -> float:
+    """`value` as a float, or the `rule` it breaks as an error."""
+    try:
+        return float(value)  # type: ignore[arg-type]  # what it is not shows here
+    except (TypeError, ValueError, OverflowError) as error:
+        kind = TypeError if isinstance(error, TypeError) else ValueError
+        raise kind(f"{rule}, got {value!r:.80}") from None

@@ -7,13 +7,14 @@ needs when it runs. Exit statuses: 0 fine, 1 the command found something wrong, 
 
 import argparse
 import importlib
-import os
 import sys
 from collections.abc import Sequence
-from typing import Any, NoReturn
+from contextlib import redirect_stdout
+from typing import Any, NoReturn, TextIO, cast
 
 from fastclip import __version__
 from fastclip.commands import InputError
+from fastclip.commands.output import Output, OutputError
 
 COMMANDS = {
     "demo": "one bad batch: a loss spike in half precision, and a real model, saved by clipping",
@@ -126,11 +127,11 @@ def _run(argv: Sequence[str] | None) -> int:
         parser.error(f"name a command ({', '.join(COMMANDS)})")
     command = importlib.import_module(f"fastclip.commands.{name}")
     status: int = command.run(**options)
-    sys.stdout.flush()  # here, so that a closed pipe is met inside main()
     return status
 
 
-def main(argv: Sequence[str] | None = None) -> int:
+def _told(argv: Sequence[str] | None) -> int:
+    """The exit status; what went wrong is told in one line on stderr."""
     try:
         return _run(argv)
     except InputError as error:
@@ -144,8 +145,23 @@ def main(argv: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt:
         print("fastclip: interrupted", file=sys.stderr)
         return 130
-    except BrokenPipeError:
-        # The reader (`| head`) has what it wanted. Python would complain again when it flushes
-        # stdout at exit, so point stdout somewhere that takes the rest.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return 141  # 128 + SIGPIPE, what a shell reports for any program in this place
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    stream = cast("TextIO | None", sys.stdout)  # None where it was closed from the beginning
+    if stream is None:
+        print("fastclip: standard output is closed", file=sys.stderr)
+        return 2
+    output = Output(stream)
+    try:
+        with redirect_stdout(cast(TextIO, output)):
+            try:
+                return _told(argv)
+            finally:
+                output.flush()  # here, and not at exit, so that its error is met too
+    except OutputError as error:
+        output.discard()
+        if isinstance(error.__cause__, BrokenPipeError):  # the reader (`| head`) has what it wanted
+            return 141  # 128 + SIGPIPE, what a shell reports for any program in this place
+        print(f"fastclip: cannot write to standard output: {error}", file=sys.stderr)
+        return 2

@@ -18,6 +18,7 @@ from torch import Tensor
 
 from fastclip import gradients, passes, watching
 from fastclip import table as tables
+from fastclip.checks import norm_order, number
 from fastclip.gradients import Parameters, Tensors
 from fastclip.policy import refuse
 from fastclip.stats import GradStats
@@ -60,7 +61,7 @@ def clip_grad_norm_(
     """
     listed = gradients.of_parameters(parameters)
     with listed.attended():
-        p, limit = order(norm_type), _max_norm(max_norm)
+        p, limit = norm_order(norm_type), _max_norm(max_norm)
         if not listed.grads:
             return torch.zeros((), device="cpu", dtype=torch.float32)
         done = watching.clips(listed.parameters, limit)
@@ -103,7 +104,7 @@ def get_total_norm(
     """
     listed = gradients.of_tensors(tensors)
     with listed.attended():
-        p = order(norm_type)
+        p = norm_order(norm_type)
         if not listed.grads:
             return torch.zeros((), device="cpu", dtype=torch.float32)
         listed.agree_on("get_total_norm", p, error_if_nonfinite)
@@ -211,7 +212,7 @@ def grad_stats(parameters: Parameters, norm_type: float | str = 2.0) -> GradStat
     """
     listed = gradients.of_parameters(parameters)
     with listed.attended():
-        p = order(norm_type)
+        p = norm_order(norm_type)
         if not listed.grads:
             none = tables.empty(p, 0, torch.device("cpu"))
             return GradStats.measured(gradients.Gradients.of_rows(()), none, p, torch.float32)
@@ -220,28 +221,11 @@ def grad_stats(parameters: Parameters, norm_type: float | str = 2.0) -> GradStat
     return GradStats.measured(found, table, p, tables.result_dtype(found.tensors))
 
 
-def order(norm_type: float | str) -> float:
-    """The order p as a number."""
-    p = _number(norm_type, "norm_type must be a number or 'inf'")
-    if math.isnan(p):
-        raise ValueError(f"norm_type must be a number or 'inf', got {norm_type!r}")
-    return p
-
-
-def _number(value: object, rule: str) -> float:
-    """`value` as a float, or the `rule` it breaks as an error."""
-    try:
-        return float(value)  # type: ignore[arg-type]  # what it is not shows here
-    except (TypeError, ValueError, OverflowError) as error:
-        kind = TypeError if isinstance(error, TypeError) else ValueError
-        raise kind(f"{rule}, got {value!r:.80}") from None
-
-
 def _at_least_0(value: object, rule: str) -> float:
-    number = _number(value, rule)
-    if not number >= 0:  # NaN too
+    found = number(value, rule)
+    if not found >= 0:  # NaN too
         raise ValueError(f"{rule}, got {value}")
-    return number
+    return found
 
 
 def _max_norm(max_norm: float | Tensor) -> float | Tensor:

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from fastclip import folding, passes, policy
 from fastclip import table as tables
-from fastclip.functional import order
+from fastclip.checks import norm_order
 from fastclip.gradients import Gradients, Listed
 from fastclip.policy import Policy
 from fastclip.rules import (
@@ -56,7 +56,7 @@ def settings_of(max_norm: Any, rule: Any, norm_type: float | str, nonfinite: Pol
     if nonfinite not in policy.POLICIES:
         known = ", ".join(map(repr, policy.POLICIES))
         raise ValueError(f"nonfinite must be one of {known}, got {nonfinite!r:.80}")
-    return Settings(_rule(max_norm, rule), order(norm_type), nonfinite)
+    return Settings(_rule(max_norm, rule), norm_order(norm_type), nonfinite)
 
 
 class Step(NamedTuple):

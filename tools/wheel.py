@@ -73,10 +73,11 @@ def build() -> Path:
     auditwheel; nothing but that tag is changed, since torch brings libtorch_cpu itself.
     """
     settings = {
-        "SOURCE_DATE_EPOCH": os.environ.get("SOURCE_DATE_EPOCH") or last_change(),
         "FASTCLIP_BUILD": "1",
         "FASTCLIP_BUILD_CUDA": os.environ.get("FASTCLIP_BUILD_CUDA") or "0",
     }
+    if "SOURCE_DATE_EPOCH" not in os.environ and (seconds := last_change()):
+        settings["SOURCE_DATE_EPOCH"] = seconds
     build = (sys.executable, "-m", "build", "--no-isolation", "--outdir")
     if sys.platform != "linux":
         run(*build, DIST, ROOT, **settings)
@@ -91,9 +92,20 @@ def build() -> Path:
     return wheel
 
 
-def last_change() -> str:
-    """The second of the last commit: two builds of one commit are the same, byte by byte."""
-    return said("git", "-C", ROOT, "log", "-1", "--format=%ct").strip()
+def last_change() -> str | None:
+    """The second of the last commit, so that two builds of one commit are the same, byte by byte.
+    None, and a note, where there is no history: such builds differ by the time they hold."""
+    if shutil.which("git") is None:
+        print("\nnot reproducible: there is no git to ask for the time of the last commit")
+        return None
+    command = ["git", "-C", str(ROOT), "log", "-1", "--format=%ct"]
+    asked = subprocess.run(command, capture_output=True, text=True)
+    if asked.returncode:
+        print(
+            f"\nnot reproducible: the time of the last commit is unknown ({asked.stderr.strip()})"
+        )
+        return None
+    return asked.stdout.strip()
 
 
 def audit(wheel: Path) -> None:

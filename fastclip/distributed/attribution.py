@@ -22,7 +22,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from fastclip import passes
 from fastclip import table as tables
-from fastclip.functional import order
+from fastclip.checks import norm_order
 from fastclip.gradients import Gradients, Listed
 from fastclip.ranks import RankStats, said
 from fastclip.stats import GradStats
@@ -92,7 +92,7 @@ class Attribution:
             )
         if history < 1:
             raise ValueError(f"history must be at least 1, got {history}")
-        self.norm_type = order(norm_type)
+        self.norm_type = norm_order(norm_type)
         self.steps = 0
         self._names = {each: name for name, each in model.module.named_parameters()}
         self._group: dist.ProcessGroup = model.process_group

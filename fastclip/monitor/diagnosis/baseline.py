@@ -2,6 +2,7 @@
 
 from collections import Counter, deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import replace
 from math import isfinite
 from statistics import median
 
@@ -13,16 +14,32 @@ from fastclip.monitor.records import StepRecord
 from fastclip.monitor.windows import EMPTY, Ordered
 
 SAMPLE = 8192  # values a sample holds at most
+HELD = 10_000  # records of a log that wait, for a rollback may still take them back
 TAIL = 100  # steps that "final" means
 
 Pair = tuple[StepRecord | None, StepRecord | None]
 
 
+def newest(log: Iterable[StepRecord], held: int = HELD) -> Iterator[StepRecord]:
+    """Of each step the record of its newest attempt, without rows of layers.
+
+    Where a log goes back, what it had from there on is left out, whether it was run again or not.
+    A log that goes back by more than `held` records goes back here, too.
+    """
+    waiting: deque[StepRecord] = deque()
+    for record in log:
+        while waiting and waiting[-1].step >= record.step:
+            waiting.pop()
+        waiting.append(record if record.layers is None else replace(record, layers=None))
+        if len(waiting) > held:
+            yield waiting.popleft()
+    yield from waiting
+
+
 def in_step(log: Iterable[StepRecord], baseline: Iterable[StepRecord]) -> Iterator[Pair]:
     """All records of both, in order; two of the same step are a pair.
 
-    Where a log goes back it goes on alone until it is level again, so a step that was run several
-    times is paired as it was at first.
+    Where a log goes back it goes on alone until it is level again.
     """
     left, right = iter(log), iter(baseline)
     one, other = next(left, None), next(right, None)
@@ -156,7 +173,7 @@ class Parting:
 
 
 class Comparison:
-    """The two runs; `add` takes the pairs of `in_step`."""
+    """The two runs; `add` takes the pairs of `in_step` of what is `newest` in both."""
 
     def __init__(self) -> None:
         self.log, self.baseline = Side(), Side()

@@ -6,7 +6,7 @@ from typing import Any
 
 from fastclip.monitor.calibration import suggest_max_norm
 from fastclip.monitor.diagnosis import table
-from fastclip.monitor.diagnosis.baseline import Comparison, in_step
+from fastclip.monitor.diagnosis.baseline import Comparison, in_step, newest
 from fastclip.monitor.diagnosis.gathering import Gathering
 from fastclip.monitor.diagnosis.result import Compared, Diagnosis, Evidence
 from fastclip.monitor.log import JSONL
@@ -26,17 +26,15 @@ def diagnose(log: Log, baseline: Log | None = None) -> Diagnosis:
 
     The log is read once, by the default detectors and the normal bands of the Monitor; memory does
     not grow with it. `baseline` is the log of a healthy run, to compare with over the steps that
-    both have; where its `batch` is a mapping with "time" in seconds, throughput too. It also gives
-    the norms for a threshold if the log has fewer than 1,000 from before the onset.
+    both have, each as it was run last (a rollback by more than 10,000 records aside); where its
+    `batch` is a mapping with "time" in seconds, throughput too. It also gives the norms for a
+    threshold if the log has fewer than 1,000 from before the onset.
 
     Raises `ValueError` where one of them has no records.
     """
     found, good, comparison = Gathering(), Gathering(), Comparison()
-    for record, other in in_step(_records(log), () if baseline is None else _records(baseline)):
-        if record is not None:
-            found.add(record)
-        if other is not None:
-            good.add(other)
+    runs = _added(found, log), _added(good, () if baseline is None else baseline)
+    for record, other in in_step(*map(newest, runs)):
         if record is not None and other is not None:
             comparison.add(record, other)
     if not found.counts["records"]:
@@ -51,8 +49,11 @@ def diagnose(log: Log, baseline: Log | None = None) -> Diagnosis:
     return _decided(found, found.norms, BEFORE, rows)
 
 
-def _records(log: Log) -> Iterable[StepRecord]:
-    return JSONL(log) if isinstance(log, str | os.PathLike) else log
+def _added(gathering: Gathering, log: Log) -> Iterator[StepRecord]:
+    """The records of a log, each once it is in `gathering`."""
+    for record in JSONL(log) if isinstance(log, str | os.PathLike) else log:
+        gathering.add(record)
+        yield record
 
 
 def _decided(

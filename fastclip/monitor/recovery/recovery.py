@@ -13,13 +13,14 @@ from fastclip.monitor.records import Event
 from fastclip.monitor.recovery.files import Damaged
 from fastclip.monitor.recovery.ledger import Decision, Ledger
 from fastclip.monitor.recovery.policy import Checkpoint, Rollback, RollbackPolicy
-from fastclip.monitor.recovery.stateful import Stateful, require_state
+from fastclip.monitor.recovery.stateful import Stateful, require_events, require_state
 from fastclip.monitor.recovery.telling import log_rollback, warn
 
 if TYPE_CHECKING:
     from fastclip.monitor.recovery.replaying import Replay
 
 _POLICY = RollbackPolicy()
+_COUNT = "a whole number of at least 0"
 
 
 class Recovery:
@@ -88,6 +89,7 @@ class Recovery:
         require_state(state)
         require("every", every, "a whole number of at least 1", lambda x: x >= 1, whole=True)
         require("keep", keep, "a whole number of at least 1", lambda x: x >= 1, whole=True)
+        require("first", first, _COUNT, lambda x: x >= 0, whole=True)
         from fastclip.monitor.recovery.checkpoints import Checkpoints
         from fastclip.monitor.recovery.contents import Contents
         from fastclip.monitor.recovery.ranks import Ranks
@@ -136,6 +138,7 @@ class Recovery:
         Before each checkpoint, and at `stop`, events that a Monitor in the state gives for records
         still on their way are handled as by `handle`. Calling it again ends the loop of before.
         """
+        require("stop", stop, _COUNT, lambda x: x >= 0, whole=True)
         self._loop = loop = object()
         self._begin()
         self._contents.cut.attach()
@@ -164,10 +167,7 @@ class Recovery:
         for. Events of later steps than this one are of an abandoned attempt and ignored. Raises
         `RuntimeError` if the budget is used up or no checkpoint can be gone back to.
         """
-        if not isinstance(events, Iterable):
-            raise TypeError(
-                f"events must be those that Monitor.observe returns, in a list, got {events!r:.80}"
-            )
+        events = require_events(events)
         self._handled = True
         step = self._step
         found = [e for e in events if self.policy.matches(e) and (step is None or e.step <= step)]
@@ -244,10 +244,8 @@ class Recovery:
 
         total = len(self._ledger.rollbacks)
         n = total - (self._ledger.pending is not None) if rollbacks is None else rollbacks
-        if not 0 <= n <= total:
-            raise ValueError(f"rollbacks must be 0 to {total}, got {n!r}")
-        if step < 0:
-            raise ValueError(f"step must be at least 0, got {step!r}")
+        require("rollbacks", n, f"0 to {total}", lambda x: 0 <= x <= total, whole=True)
+        require("step", step, _COUNT, lambda x: x >= 0, whole=True)
         return replay(self, step, run, n)
 
     def _begin(self) -> None:

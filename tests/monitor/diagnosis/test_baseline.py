@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from fastclip.monitor import StepRecord, diagnose, suggest_max_norm
-from fastclip.monitor.diagnosis.baseline import SAMPLE, Sample, in_step
+from fastclip.monitor.diagnosis.baseline import SAMPLE, Sample, in_step, newest
 from fastclip.monitor.diagnosis.result import Compared
 from tests.monitor.diagnosis.cases import FOLLOWS, NORM, RISE, SPIKE, S
 from tests.monitor.making import changed, healthy, of_loss, times
@@ -45,6 +45,36 @@ def test_pairs(name: str) -> None:
     assert [one.step for one, _ in found if one] == [*log]
     assert [other.step for _, other in found if other] == [*baseline]
     assert all(one.step == other.step for one, other in found if one and other)
+
+
+NEWEST: dict[str, tuple[list[tuple[int, int]], int, list[tuple[int, int]]]] = {
+    # pairs of step and attempt, records that wait, and what is left
+    "once": ([(0, 0), (1, 0), (5, 0)], 10, [(0, 0), (1, 0), (5, 0)]),
+    "run-again": ([(0, 0), (1, 0), (2, 0), (1, 1), (2, 1)], 10, [(0, 0), (1, 1), (2, 1)]),
+    "not-run-again": ([(0, 0), (1, 0), (2, 0), (0, 1)], 10, [(0, 1)]),
+    "the-same-step": ([(0, 0), (0, 1), (0, 2), (1, 2)], 10, [(0, 2), (1, 2)]),
+    "just-in-time": ([(0, 0), (1, 0), (2, 0), (1, 1)], 2, [(0, 0), (1, 1)]),
+    "too-far-back": ([(0, 0), (1, 0), (2, 0), (0, 1)], 2, [(0, 0), (0, 1)]),
+}
+
+
+@pytest.mark.parametrize("name", NEWEST)
+def test_the_newest_attempt_at_each_step(name: str) -> None:
+    log, held, expected = NEWEST[name]
+    found = newest((StepRecord(step, attempt=attempt) for step, attempt in log), held)
+    assert [(record.step, record.attempt) for record in found] == expected
+
+
+def test_a_repaired_run_is_compared_as_it_was_run_last() -> None:
+    """The first attempt ends in NaN; the second, from step 700 on, is as the baseline."""
+    good = healthy(1200, GOOD)
+    failed = changed(healthy(1000), (range(S, 1000), "loss", math.nan))
+    repaired = [replace(record, attempt=1) for record in good[700:]]
+    rows = compared(failed + repaired, good)
+    assert rows["steps in common"][1:3] == (1200, 1200)
+    last = rows["loss, median of the last 100"]
+    assert last.log == last.baseline == median(r.loss or 0 for r in good[-100:])
+    assert last.note == "never above the baseline's band at 1,180 steps"
 
 
 def test_quantiles_are_exact_as_long_as_all_is_kept() -> None:

@@ -119,7 +119,7 @@ def test_no_monitor_hears_of_it(tmp_path: Path) -> None:
 
 def test_wrong_arguments(tmp_path: Path) -> None:
     each = Recovery(tmp_path, {"tally": Tally()})
-    with pytest.raises(ValueError, match="step must be at least 0, got -1"):
+    with pytest.raises(ValueError, match="step must be a whole number of at least 0, got -1"):
         each.replay(-1, lambda step, batch: None)
     with pytest.raises(ValueError, match="rollbacks must be 0 to 0, got 1"):
         each.replay(1, lambda step, batch: None, rollbacks=1)

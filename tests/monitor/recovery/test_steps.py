@@ -1,7 +1,10 @@
 """Steps, batches, rollbacks and what is kept, with the least state."""
 
 import json
+import math
+import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -303,5 +306,16 @@ def test_wrong_arguments(tmp_path: Path) -> None:
         recovery(tmp_path, Tally(), every=0)
     with pytest.raises(ValueError, match="keep must be a whole number of at least 1, got 0"):
         recovery(tmp_path, Tally(), keep=0)
+    with pytest.raises(ValueError, match="first must be a whole number of at least 0, got -1"):
+        Recovery(tmp_path, {"tally": Tally()}, first=-1)
     with pytest.raises(TypeError, match=r"state\['scaler'\] has no state_dict: None"):
         Recovery(tmp_path, {"scaler": None})  # type: ignore[dict-item]
+
+
+@pytest.mark.parametrize("stop", [2.5, True, "3", None, -1, math.nan], ids=repr)
+def test_wrong_stops(tmp_path: Path, stop: Any) -> None:
+    each = recovery(tmp_path / "run", Tally())
+    with pytest.raises((TypeError, ValueError), match=f"stop must be a whole number .*{stop!r}"):
+        next(each.steps(stop))
+    assert not (tmp_path / "run").exists()
+    assert next(each.steps(sys.maxsize)) == (0, 0)

@@ -67,7 +67,7 @@ def test_the_end_of_the_budget_says_what_to_do(tmp_path: Path) -> None:
         each.handle([event(0)])
 
 
-@pytest.mark.parametrize("given", [None, event(0)], ids=["none", "an event"])
+@pytest.mark.parametrize("given", [None, event(0), [3], "no", [event(0), None]], ids=repr)
 def test_events_that_are_no_list(tmp_path: Path, given: Any) -> None:
     """Nothing is changed by it: the step may be handled after all."""
     tally = Tally()
