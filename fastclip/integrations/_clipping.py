@@ -46,8 +46,10 @@ class BeforeStep:
         self.clipper = GradClipper(_Owned(module, optimizer), **options)
         self.entries = entries
         self.found: dict[int, GradStats] = {}  # by step
-        self.lr: float | Tensor | None = None  # of the batch that is going on
+        self.lr: float | Tensor | None = None  # of the newest step
+        self.logged = 0  # steps of the trainer's log at the newest row
         self._policy = options["nonfinite"]
+        self._handed = ExitStack()
 
     def skip_if(self, stats: GradStats, scaler: GradScaler | None) -> None:
         """Have the step that comes not taken, if the clipper says so: by the flag for those who
@@ -67,14 +69,20 @@ class BeforeStep:
                     parameter.grad = None
 
     def _hand_flag(self, found_inf: Tensor) -> None:
-        handed = ExitStack()
-        handed.enter_context(folding.handed(self.optimizer, None, found_inf, restore=True))
+        self.withdraw()
+        self._handed.enter_context(folding.handed(self.optimizer, None, found_inf, restore=True))
+        hook = self.optimizer.register_step_post_hook(lambda *_: self.withdraw())
+        self._handed.callback(hook.remove)
 
-        def take_back(*_: object) -> None:
-            handed.close()
-            hook.remove()
+    def withdraw(self) -> None:
+        """Take the flag back; after a step that raised, its hook has not done so."""
+        self._handed.close()
 
-        hook = self.optimizer.register_step_post_hook(take_back)
+    def note(self, step: int, stats: GradStats, cut: float) -> None:
+        """Keep what there is to tell of a step, whose learning rate will be multiplied by `cut`."""
+        self.lr = lr_of(self.optimizer, cut)
+        if stats.names:
+            self.found[step] = stats
 
     def row(self) -> dict[str, float]:
         """What is logged of the newest step."""

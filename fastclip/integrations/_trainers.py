@@ -24,12 +24,23 @@ UNSUITABLE = {
 }
 
 
-def require_suitable(trainer: "Trainer") -> None:
+def require_suitable(trainer: "Trainer", module: "LightningModule") -> None:
     """Raise `RuntimeError` if somebody else clips, or nobody can."""
+    if not any(optimizer.param_groups for optimizer in trainer.optimizers):
+        raise RuntimeError(
+            "GradClipCallback clips before an optimizer's step, and configure_optimizers returned "
+            "no optimizer"
+        )
     if trainer.gradient_clip_val:
         raise RuntimeError(
             "gradients would be clipped twice, by Trainer(gradient_clip_val="
             f"{trainer.gradient_clip_val!r}) and by GradClipCallback: leave one of them out"
+        )
+    owner = next(k for k in type(module).__mro__ if "configure_gradient_clipping" in vars(k))
+    if owner.__name__ != "LightningModule" and module.automatic_optimization:
+        raise RuntimeError(
+            "gradients would be clipped twice, by configure_gradient_clipping of "
+            f"{owner.__name__} and by GradClipCallback: leave one of them out"
         )
     for kind in type(trainer.strategy).__mro__:
         if kind.__name__ in UNSUITABLE:
@@ -67,6 +78,11 @@ def inner_of(optimizer: Any) -> Optimizer:
     wrapped = "LightningOptimizer" in {kind.__name__ for kind in type(optimizer).__mro__}
     inner: Optimizer = optimizer.optimizer if wrapped else optimizer
     return inner
+
+
+def log_step_of(trainer: "Trainer") -> int:
+    """The step that the module's own metrics of this batch are logged with."""
+    return trainer.fit_loop.epoch_loop._batches_that_stepped
 
 
 def scaler_of(trainer: "Trainer") -> GradScaler | None:

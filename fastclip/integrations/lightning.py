@@ -17,13 +17,14 @@ from torch.optim import Optimizer
 
 from fastclip.checks import require
 from fastclip.clipper import GradClipper
-from fastclip.integrations._clipping import BeforeStep, lr_of, options_of
+from fastclip.integrations._clipping import BeforeStep, options_of
 from fastclip.integrations._critical import Alarms, OnCritical, require_answers
 from fastclip.integrations._entries import Entries, Layers, require_layers
 from fastclip.integrations._entries import block_of as block_of
 from fastclip.integrations._rollbacks import Rollbacks
 from fastclip.integrations._trainers import (
     inner_of,
+    log_step_of,
     monitors_of,
     require_going_back,
     require_monitors,
@@ -150,6 +151,7 @@ class GradClipCallback(Callback):
         self._saved: Mapping[str, Any] | None = None  # loaded, and not yet taken up
         self._backward = False  # whether there was one in this batch
         self._started = 0  # global_step when the batch began
+        self._training = False
         self._going_on = False  # whether an update has begun
         self._loss: Any = None  # of the update that is going on
         self._validated: Any = None  # the validation loss that no record has yet
@@ -165,7 +167,7 @@ class GradClipCallback(Callback):
         return self._used if self._rollbacks is None else self._rollbacks.used
 
     def on_fit_start(self, trainer: "Trainer", pl_module: "LightningModule") -> None:
-        require_suitable(trainer)
+        require_suitable(trainer, pl_module)
         require_monitors(trainer, self.monitors)
         if isinstance(self._on_critical, RollbackPolicy):
             require_going_back(trainer, pl_module)
@@ -175,8 +177,9 @@ class GradClipCallback(Callback):
         saved, self._saved = self._saved, None
         if saved is not None:
             self._take_up(saved)
-        elif trainer.global_step == 0:
+        if trainer.global_step == 0:
             self._undone = 0
+        self._training = True
         self._loss = self._validated = None
         self._going_on = False
         if isinstance(self._on_critical, RollbackPolicy):
@@ -187,14 +190,9 @@ class GradClipCallback(Callback):
     ) -> None:
         self._backward = False
         self._started = trainer.global_step
-        cut = 1.0
-        if self._rollbacks is not None:
-            if not self._going_on:
-                self._undone = trainer.global_step - self._rollbacks.next_step()
-            cut = self._rollbacks.recovery.lr_scale
+        if self._rollbacks is not None and not self._going_on:
+            self._undone = trainer.global_step - self._rollbacks.next_step()
         self._going_on = True
-        for held in self._held:
-            held.lr = lr_of(held.optimizer, cut)
 
     def on_after_backward(self, trainer: "Trainer", pl_module: "LightningModule") -> None:
         self._backward = True
@@ -208,8 +206,10 @@ class GradClipCallback(Callback):
         held = self._of(trainer, pl_module, optimizer)
         stats = held.clipper.clip_(optimizer, scaler)
         held.skip_if(stats, scaler)
-        if stats.names:
-            held.found[trainer.global_step - self._undone] = stats
+        # without a scaler this is called within the step, where the rate is cut already
+        later = self._rollbacks if scaler is not None else None
+        cut = 1.0 if later is None else later.recovery.lr_scale
+        held.note(trainer.global_step - self._undone, stats, cut)
 
     def on_train_batch_end(
         self,
@@ -264,8 +264,11 @@ class GradClipCallback(Callback):
         }
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Go on from a `state_dict`, once training starts."""
-        self._saved = state_dict
+        """Go on from a `state_dict`, once training starts; at once if it has."""
+        if self._training:  # by what looks for a learning rate between two epochs
+            self._take_up(state_dict)
+        else:
+            self._saved = state_dict
 
     def _build(self, trainer: "Trainer", pl_module: "LightningModule") -> None:
         """A clipper for each optimizer there is now; those before hand on what they know."""
@@ -277,6 +280,8 @@ class GradClipCallback(Callback):
         for held, old in zip(self._held, before, strict=False):
             held.clipper.load_state_dict(old.clipper.state_dict())
             held.entries = old.entries
+        for held in self._held:
+            held.logged = log_step_of(trainer)
 
     def _of(
         self, trainer: "Trainer", pl_module: "LightningModule", optimizer: Optimizer
@@ -285,13 +290,21 @@ class GradClipCallback(Callback):
             for held in self._held:
                 if held.optimizer is optimizer:
                     return held
-            self._build(trainer, pl_module)  # somebody has replaced the optimizers
+            if self._rollbacks is not None:
+                raise RuntimeError(
+                    "the trainer's optimizers were replaced, and the states that a rollback could "
+                    "go back to are of those before"
+                )
+            require_monitors(trainer, self.monitors)
+            self._build(trainer, pl_module)
         raise RuntimeError(
             f"{type(optimizer).__name__} steps and is none of the trainer's optimizers, so "
             "GradClipCallback cannot clip for it"
         )
 
     def _take_up(self, saved: Mapping[str, Any]) -> None:
+        if not saved["clippers"]:
+            return  # of before any training, as those that a tuner writes
         for name, parts in (("clippers", self.clippers), ("monitors", self.monitors)):
             states = saved[name]
             if len(states) != len(parts):
@@ -332,6 +345,9 @@ class GradClipCallback(Callback):
             self._held[0].entries.begin(self._held[0].clipper)
 
     def _close(self) -> None:
+        self._training = False
+        for held in self._held:
+            held.withdraw()
         if self._rollbacks is not None:
             self._used = self.rollbacks
             self._rollbacks.close()
@@ -342,13 +358,13 @@ class GradClipCallback(Callback):
         every = self._log_every
         if every is None:
             every = trainer.log_every_n_steps  # type: ignore[attr-defined]  # set by a connector
-        # the step that the module's own metrics of this batch are logged with
-        step = trainer.fit_loop.epoch_loop._batches_that_stepped
-        if every == 0 or (step + 1) % every or not trainer.loggers:
+        if every == 0 or not trainer.loggers:
             return
         rows: dict[str, float] = {}
+        step = log_step_of(trainer)
         for n, held in enumerate(self._held):
-            if held.found:
+            if held.found and (step + 1) // every > held.logged // every:
+                held.logged = step + 1
                 prefix = f"optimizer_{n}/" if len(self._held) > 1 else ""
                 rows.update((prefix + name, value) for name, value in held.row().items())
         for logger in trainer.loggers if rows else ():

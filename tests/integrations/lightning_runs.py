@@ -13,6 +13,8 @@ from torch.amp import GradScaler
 from torch.optim import Optimizer
 from torch.utils.data import DataLoader, Dataset
 
+from fastclip.monitor import Event, StepRecord
+
 SIZE = 6
 
 # What Lightning itself warns of: torch's newer tree functions, loaders and runs as small as these.
@@ -25,6 +27,7 @@ SILENT = [
         "Starting from v1.9.0, `tensorboardX` has been removed",
         "Checkpoint directory .* exists and is not empty",
         "`training_step` returned `None`",  # once in a process
+        "`LightningModule.configure_optimizers` returned `None`",
         "You're resuming from a checkpoint that ended before the epoch ended",
     )
 ]
@@ -108,6 +111,23 @@ class Start(Net):
         self.net = nn.Sequential(nn.Linear(SIZE, 1))
         for parameter in self.parameters():
             nn.init.zeros_(parameter)
+
+
+class Alarm:
+    """Fires at one step of the monitor."""
+
+    kind, metric = "alarm", "grad_norm"
+
+    def __init__(self, step: int) -> None:
+        self.step = step
+
+    def init(self) -> int:
+        return 0
+
+    def __call__(self, state: int, record: StepRecord) -> tuple[int, list[Event]]:
+        if record.step != self.step or record.attempt:
+            return state, []
+        return state, [Event(record.step, self.kind, "critical", self.metric, 1.0)]
 
 
 def precise(precision: str) -> dict[str, Any]:

@@ -88,8 +88,9 @@ def run():
         def on_before_optimizer_step(self, trainer, pl_module, optimizer):
             grads = torch.cat([each.grad.flatten() for each in pl_module.parameters()])
             norms.append(float(grads.double().norm()))
-    watching = {"monitor": Monitor([Alarm()]), "on_critical": "stop"}
-    callback = integration.GradClipCallback(max_norm=0.5, **watching)
+    callback = integration.GradClipCallback(
+        max_norm=0.5, monitor=Monitor([Alarm()]), on_critical="stop"
+    )
     trainer = lightning.Trainer(
         accelerator="cpu", strategy="ddp_fork", devices=2, max_epochs=1, logger=False,
         enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False,
@@ -116,10 +117,44 @@ def run():
 run()
 """
 
+SHARDS = """
+from lightning.pytorch.strategies import ModelParallelStrategy
+from torch.distributed.fsdp import fully_shard
+
+class Sharded(Module):
+    def configure_model(self):
+        fully_shard(self.net, mesh=self.device_mesh["data_parallel"])
+
+    def configure_optimizers(self):
+        return torch.optim.SGD(self.parameters(), lr=1.0)  # the fused one takes no DTensors
+
+    def on_train_batch_start(self, batch, batch_idx):
+        if batch_idx == 1 and self.global_rank == 1:
+            batch.fill_(float("nan"))
+
+class Ending(lightning.Callback):
+    def on_train_end(self, trainer, pl_module):
+        weights = [each.detach().full_tensor().flatten() for each in pl_module.parameters()]
+        moved = torch.cat(weights).double().norm()
+        assert abs(moved - 0.5) < 1e-6, moved  # by the first step; the second was skipped
+        assert int(callback.clippers[0].counters()["skipped"]) == 1
+        print("rank", trainer.global_rank, "agrees", flush=True)
+
+callback = integration.GradClipCallback(max_norm=0.5)
+trainer = lightning.Trainer(
+    accelerator="cpu", strategy=ModelParallelStrategy(2, 1), devices=2, max_epochs=1,
+    logger=False, enable_checkpointing=False, enable_progress_bar=False,
+    enable_model_summary=False, callbacks=[callback, Ending()],
+)
+trainer.fit(Sharded(), DataLoader(torch.ones(16, 4), batch_size=4))
+"""
+
 
 def python(code: str, folder: Path) -> "subprocess.CompletedProcess[str]":
+    script = folder / "run.py"  # which Lightning starts again for the second rank
+    script.write_text(code)
     return subprocess.run(
-        [sys.executable, "-W", "ignore", "-c", code],
+        [sys.executable, "-W", "ignore", str(script)],
         cwd=folder,
         env={"PYTHONPATH": str(ROOT), "PATH": "/usr/bin:/bin", **_kept()},
         capture_output=True,
@@ -147,6 +182,7 @@ def test_without_lightning(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_two_ranks(tmp_path: Path) -> None:
-    done = python(FIT.format(name="lightning.pytorch", automatic=True) + RANKS, tmp_path)
+@pytest.mark.parametrize("code", [RANKS, SHARDS], ids=["DDP", "FSDP 2"])
+def test_two_ranks(code: str, tmp_path: Path) -> None:
+    done = python(FIT.format(name="lightning.pytorch", automatic=True) + code, tmp_path)
     assert sorted(done.stdout.split("\n")) == ["", "rank 0 agrees", "rank 1 agrees"], done.stderr

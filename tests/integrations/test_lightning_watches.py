@@ -12,11 +12,13 @@ from lightning.pytorch.loggers import CSVLogger
 from lightning.pytorch.strategies import SingleDeviceStrategy
 from torch import Tensor, nn
 
+from fastclip import GradClipper
 from fastclip.integrations.lightning import GradClipCallback
-from fastclip.monitor import JSONL, Event, Monitor, NonFinite, RollbackPolicy, StepRecord
+from fastclip.monitor import JSONL, Monitor, NonFinite, RollbackPolicy, StepRecord
 from fastclip.rules import ZClip
 from tests.integrations.lightning_runs import (
     SILENT,
+    Alarm,
     Net,
     Start,
     Validated,
@@ -27,23 +29,6 @@ from tests.integrations.lightning_runs import (
 )
 
 pytestmark = SILENT
-
-
-class Alarm:
-    """Fires at one step of the monitor."""
-
-    kind, metric = "alarm", "grad_norm"
-
-    def __init__(self, step: int) -> None:
-        self.step = step
-
-    def init(self) -> int:
-        return 0
-
-    def __call__(self, state: int, record: StepRecord) -> tuple[int, list[Event]]:
-        if record.step != self.step or record.attempt:
-            return state, []
-        return state, [Event(record.step, self.kind, "critical", self.metric, 1.0)]
 
 
 def rows(logger: CSVLogger) -> list[dict[str, str]]:
@@ -291,6 +276,14 @@ def test_what_is_refused(tmp_path: Path) -> None:
     class FSDPStrategy(SingleDeviceStrategy):
         """As far as the callback looks."""
 
+    class Overriding(Net):
+        def configure_gradient_clipping(self, optimizer: Any, *_: Any, **__: Any) -> None:
+            raise AssertionError("training has started")
+
+    class Without(Net):
+        def configure_optimizers(self) -> None:
+            pass
+
     def refused(kind: type[Exception], match: str, run: Any, module: Net) -> None:
         before = parameters(module)
         with pytest.raises(kind, match=match):
@@ -301,6 +294,11 @@ def test_what_is_refused(tmp_path: Path) -> None:
     refused(RuntimeError, r"clipped twice, by Trainer\(gradient_clip_val=1.0\)", clips, Net())
     flat = trainer(tmp_path, GradClipCallback(), strategy=FSDPStrategy(torch.device("cpu")))
     refused(RuntimeError, "cannot clip under FSDPStrategy", flat, Net())
+    again = trainer(tmp_path, GradClipCallback())
+    refused(
+        RuntimeError, "by configure_gradient_clipping of Overriding and by", again, Overriding()
+    )
+    refused(RuntimeError, "configure_optimizers returned no optimizer", again, Without())
     two = trainer(tmp_path, GradClipCallback(monitor=[Monitor(), Monitor()]))
     refused(ValueError, "monitor has 2 for 1 optimizers", two, Net())
     back = GradClipCallback(monitor=Monitor(), on_critical=RollbackPolicy())
@@ -334,10 +332,11 @@ def test_arguments_are_checked(options: Any, error: type[Exception], match: str)
 
 def test_a_checkpoint_of_other_optimizers_is_refused(tmp_path: Path) -> None:
     callback = GradClipCallback()
+    two = [GradClipper([]).state_dict() for _ in range(2)]
     callback.load_state_dict(
-        {"clippers": [], "monitors": [], "counted": [], "rollbacks": 0, "undone": 0}
+        {"clippers": two, "monitors": [], "counted": [{}, {}], "rollbacks": 0, "undone": 0}
     )
-    with pytest.raises(ValueError, match=r"the state of 0 clippers, and this .* has 1"):
+    with pytest.raises(ValueError, match=r"the state of 2 clippers, and this .* has 1"):
         trainer(tmp_path, callback).fit(Net(), loader(1))
 
 
