@@ -45,7 +45,7 @@ _requested: ContextVar[str | None] = ContextVar("fastclip.backend", default=None
 
 
 def available() -> dict[str, str | None]:
-    """Every backend's name, and None if it can be used here, else the reason why not."""
+    """By the name of each backend None if it can be used here, else the reason why not."""
     found = {name: _found(name) for name in registry.names()}
     return {name: str(b) if isinstance(b, Unavailable) else None for name, b in found.items()}
 
@@ -99,7 +99,7 @@ def backend(name: str) -> Iterator[Backend]:
 
 
 def explain() -> dict[str, tuple[str, str]]:
-    """Per device type: the backend that would serve now, and why."""
+    """Per device type the backend that would serve now, and why: ``{"cpu": (name, reason)}``."""
     return {device_type: _explained(device_type) for device_type in AUTOMATIC}
 
 
