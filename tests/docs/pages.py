@@ -3,7 +3,7 @@
 * ``python``: run, all of a page in one namespace; not one with `torchrun` in a comment, which is
   for several processes and is run in tests/distributed.
 * ``diff``: behind a block that was run, what is there afterwards is run: lines with + and those
-  without a sign.
+  without a sign. ``udiff`` is coloured alike and not run: what it changes is not here.
 * ``console``: lines ``$ fastclip ...`` and ``$ python -m ...`` are run and have to exit with 0.
   Other lines are what the one before them prints.
 * A block without a language behind "prints, up to the last digits,", alone in its paragraph, is
