@@ -98,8 +98,8 @@ class GradClipCallback(Callback):
             ``trainer.default_root_dir``.
         layers: as `GradStats.grouped`: the number of parts of a parameter's name, or a function of
             the name, that says under which BLOCK it is logged. None: no entries by block.
-        log_every: updates between two rows in the trainer's loggers; None means as often as
-            ``Trainer(log_every_n_steps=...)`` says, 0 never.
+        log_every: updates (in manual optimisation batches) between two rows in the trainer's
+            loggers; None means as often as ``Trainer(log_every_n_steps=...)`` says, 0 never.
         val_loss: under which name the module logs its validation loss, for the next record.
 
     What a rollback restores, before the next batch, validation or checkpoint: the module, the
@@ -114,8 +114,9 @@ class GradClipCallback(Callback):
     Raises:
         TypeError, ValueError: an argument is of a wrong type or value; when training starts, also
             where `monitor` does not go with the optimizers, or a rollback with the trainer.
-        RuntimeError: when training starts, where the trainer clips as well or its strategy has
-            gradients that cannot be clipped so; or when all rollbacks are used.
+        RuntimeError: when training starts, where the trainer or the module clips as well, there is
+            no optimizer, or the strategy has gradients that cannot be clipped so; or when all
+            rollbacks are used, or the optimizer that one would restore was replaced.
     """
 
     def __init__(
