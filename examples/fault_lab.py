@@ -158,14 +158,14 @@ def broken(outcome: Outcome) -> list[str]:
     return [text for text, kept in promises.items() if not kept]
 
 
-def table(outcomes: Sequence[Outcome]) -> str:
-    """One line per fault, over its seeds; steps count from the injection."""
-    lines = [HEAD, "|---" * HEAD.count(" | ") + "|---|"]
+def tables(outcomes: Sequence[Outcome]) -> tuple[str, str]:
+    """What was seen and what came of it: one line per fault, over its seeds; steps count from the
+    injection."""
+    seen, came = ([head, "|---" * head.count(" | ") + "|---|"] for head in (SEEN, CAME))
     for name in dict.fromkeys(outcome.fault for outcome in outcomes):
         group = [outcome for outcome in outcomes if outcome.fault == name]
         excess = [100 * (each.final / each.clean - 1) for each in group]
         cells = [
-            name,
             said(each.detector for each in group),
             span(each.detected - each.injected for each in group if each.detected is not None),
             span(each.onset - each.injected for each in group if each.onset is not None),
@@ -176,14 +176,13 @@ def table(outcomes: Sequence[Outcome]) -> str:
             f"{min(excess):+.2f} to {max(excess):+.2f}",
             f"{sum(not broken(each) for each in group)} of {len(group)}",
         ]
-        lines.append("| " + " | ".join(cells) + " |")
-    return "\n".join(lines)
+        seen.append(f"| {' | '.join([name, *cells[:5]])} |")
+        came.append(f"| {' | '.join([name, *cells[5:]])} |")
+    return "\n".join(seen), "\n".join(came)
 
 
-HEAD = (
-    "| fault | first seen by | at | onset | in | named | what was done | diagnosis | "
-    "final loss, % over clean | promises kept |"
-)
+SEEN = "| fault | first seen by | at | onset | in | named |"
+CAME = "| fault | what was done | diagnosis | final loss, % over clean | promises kept |"
 
 
 def said(words: Iterable[str]) -> str:
@@ -223,7 +222,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if options.curves:
         lines = [(o.fault, *point) for o, curve in found if o.seed == 0 for point in curve]
         write(options.curves, ("fault", "attempt", "step", "loss"), lines)
-    print(table(outcomes))
+    print(*tables(outcomes), sep="\n\n")
     faults = [(outcome, text) for outcome in outcomes for text in broken(outcome)]
     for outcome, text in faults:
         print(f"{outcome.fault}, seed {outcome.seed}: {text}", file=sys.stderr)

@@ -41,14 +41,22 @@ def unwrapped(optimizer: Any, scaler: Any) -> tuple[Any, Any]:
     return [each.optimizer if each in wrappers else each for each in several], wrappers[0].scaler
 
 
+def clip_(clipper: "GradClipper", optimizer: Any, scaler: Any) -> "GradStats":
+    """Clip if the gradients are complete; else measure what has been accumulated.
+
+    Raises as `unwrapped`.
+    """
+    inner, scaler = unwrapped(optimizer, scaler)
+    return clipper.clip_(inner, scaler) if _complete(optimizer) else clipper.measure()
+
+
 def step(clipper: "GradClipper", optimizer: Any, scaler: Any) -> "GradStats":
     """Clip and step if the gradients are complete; else measure what has been accumulated.
 
     Raises as `unwrapped`, and `RuntimeError` for several optimizers with an enabled scaler.
     """
     inner, scaler = unwrapped(optimizer, scaler)
-    wrappers = among(optimizer)
-    if not all(wrapper.gradient_state.sync_gradients for wrapper in wrappers):
+    if not _complete(optimizer):
         return clipper.measure()
     if scaler is None or not scaler.is_enabled():
         return clipper.step(inner)
@@ -59,8 +67,14 @@ def step(clipper: "GradClipper", optimizer: Any, scaler: Any) -> "GradStats":
             "parameter groups"
         )
     stats = clipper.clip_(inner, scaler)
-    wrappers[0].step()  # skips if need be, updates the scale and notes whether it has skipped
+    # skips if need be, updates the scale and notes whether it has skipped
+    among(optimizer)[0].step()
     return stats
+
+
+def _complete(optimizer: Any) -> bool:
+    """Whether accelerate's optimizers would step: they do not while gradients accumulate."""
+    return all(wrapper.gradient_state.sync_gradients for wrapper in among(optimizer))
 
 
 def _require_plain(wrapper: Any) -> None:

@@ -35,7 +35,7 @@ def require(
 def norm_order(norm_type: float | str) -> float:
     """The order p of a norm as a number."""
     p = number(norm_type, "norm_type must be a number or 'inf'")
-    if math.isnan(p):
+    if p != p:  # NaN; math.isnan refuses numbers that torch.compile follows
         raise ValueError(f"norm_type must be a number or 'inf', got {norm_type!r}")
     return p
 

@@ -139,7 +139,8 @@ class GradClipper:
         With a `scaler`, the loss scale of all gradients of `optimizer` (one, or several whose
         gradients have one global norm) is taken out as ``scaler.unscale_`` does; then call
         ``scaler.step`` of each and ``scaler.update``. Gradients that the user has unscaled already
-        are just clipped. Without a scaler, `optimizer` changes nothing.
+        are just clipped. Without a scaler, `optimizer` changes nothing; but of one that accelerate
+        has prepared, this only measures while gradients accumulate, as `step` does.
 
         Raises:
             TypeError: a `scaler` without `optimizer`, or a gradient is of an unsupported type.
@@ -153,7 +154,8 @@ class GradClipper:
             from fastclip import uncompiled
 
             return uncompiled.call(self.clip_, optimizer, scaler)
-        optimizer, scaler = accelerated.unwrapped(optimizer, scaler)
+        if accelerated.among(optimizer):
+            return accelerated.clip_(self, optimizer, scaler)
         with self._attended() as listed:
             loss_scale = scale_of(optimizer, scaler, self._settings.policy)
             stats, _ = self._advance(listed, loss_scale, ())

@@ -37,15 +37,15 @@ def clip_grad_norm_(
 
     >>> total_norm = fastclip.clip_grad_norm_(model.parameters(), 1.0)
 
-    Gradients are multiplied by ``min(1, max_norm / (total_norm + 1e-6))``. When that is 1 none of
-    them is written.
+    As in torch they are multiplied by ``min(1, max_norm / (total_norm + 1e-6))``, unless that is 1.
 
     Args:
         parameters: what to clip the gradients of: a Tensor, an iterable of Tensors or of ``(name,
             Tensor)`` pairs, or an ``nn.Module``.
         max_norm: the threshold; infinity only measures. A one-element Tensor stays on its
             device, and its value is not checked.
-        norm_type: the order p of the norm, any number or ``"inf"``; 0 counts non-zero elements.
+        norm_type: the order p of the norm ``sum(abs(x)**p) ** (1 / p)``, any number or ``"inf"``;
+            0 counts non-zero elements. See ``torch.linalg.vector_norm``.
         error_if_nonfinite: raise, not clip, if an element is NaN or infinite; waits for the device.
         foreach: accepted for compatibility, has no effect.
 
@@ -89,12 +89,13 @@ def get_total_norm(
     Args:
         tensors: a Tensor, or an iterable of Tensors or of ``(name, Tensor)`` pairs, which are
             measured themselves and not their ``.grad``; None entries are skipped.
-        norm_type: the order p of the norm, any number or ``"inf"``; 0 counts non-zero elements.
+        norm_type: the order p of the norm, as in `clip_grad_norm_`.
         error_if_nonfinite: raise if an element is NaN or infinite; waits for the device.
         foreach: accepted for compatibility, has no effect.
 
     Returns:
-        The norm, of the dtype and on the device that `clip_grad_norm_` tells of.
+        The norm, 0-d, on the first tensor's device; float32, or float64 if any tensor is float64 or
+        complex128. CPU float32 0 if there are no tensors.
 
     Raises:
         ValueError: `norm_type` is NaN.
@@ -122,7 +123,8 @@ def clip_grads_with_norm_(
 ) -> None:
     """Rescale all gradients in place by ``min(1, max_norm / (total_norm + 1e-6))``.
 
-    When that is 1 none of them is written.
+    The second half of `clip_grad_norm_`, for a norm that is known already. When the factor is 1 no
+    gradient is written.
 
     Args:
         parameters: what to rescale the gradients of, as in `clip_grad_norm_`.
@@ -159,7 +161,9 @@ def clip_grad_value_(
 ) -> None:
     """Clamp every gradient element in place to ``[-clip_value, clip_value]``; NaN stays NaN.
 
-    Sparse gradients are clamped by their coalesced values, DTensors without a collective.
+    As ``torch.nn.utils.clip_grad_value_`` does. This turns the gradient, where a clip by norm only
+    shortens it. Sparse
+    gradients are clamped by their coalesced values, DTensors without a collective.
 
     Args:
         parameters: what to clamp the gradients of, as in `clip_grad_norm_`.
@@ -185,7 +189,7 @@ def clip_grad_value_(
     done = watching.clips(listed.parameters, value)
     for tensor in found.tensors:
         # clamp_ refuses a finite bound that the dtype does not hold.
-        bound = value if math.isinf(value) else min(value, torch.finfo(tensor.dtype).max)
+        bound = value if value == math.inf else min(value, torch.finfo(tensor.dtype).max)
         tensor.clamp_(-bound, bound)
     for gradient, coalesced in found.sparse.values():
         gradient.copy_(coalesced)
@@ -203,7 +207,10 @@ def grad_stats(parameters: Parameters, norm_type: float | str = 2.0) -> GradStat
     Args:
         parameters: what to measure the gradients of, as in `clip_grad_norm_`; without a gradient a
             parameter has no row.
-        norm_type: the order p of the norms, any number or ``"inf"``.
+        norm_type: the order p of the norms, as in `clip_grad_norm_`.
+
+    Returns:
+        `GradStats` with a row for each gradient, on the first gradient's device.
 
     Raises:
         ValueError: `norm_type` is NaN.

@@ -30,12 +30,19 @@ def active(gradients: Listed | Gradients | None = None) -> ModuleType:
     united = isinstance(gradients, Gradients) and gradients.united is not None
     if united or (gradients is not None and gradients.spread is not None):
         return sys.modules[__name__]
-    # A dispatch mode (make_fx, FakeTensorMode) sees operators alone; asking costs 50 ns.
-    if torch.compiler.is_compiling() or torch._C._len_torch_dispatch_stack() > 0:
+    if torch.compiler.is_compiling() or _sees_operators():
         from fastclip import traced
 
         return traced
     return sys.modules[__name__]
+
+
+def _sees_operators() -> bool:
+    """Whether a dispatch mode (make_fx, FakeTensorMode) or a transform of torch.func is on, whose
+    tensors have no memory that kernels could be given. Asking costs 100 ns."""
+    if torch._C._len_torch_dispatch_stack() > 0:
+        return True
+    return torch._C._functorch.peek_interpreter_stack() is not None
 
 
 def measure(listed: Listed, p: float, inv_scale: Tensor | None = None) -> tuple[Gradients, Tensor]:

@@ -46,27 +46,28 @@ class LayerStats(NamedTuple):
 
 @dataclass(frozen=True, eq=False, repr=False)
 class GradStats:
-    """A view over the table of statistics, on the gradients' device until `cpu` is called.
+    """What `grad_stats` or a `GradClipper` measured, on the gradients' device until `cpu` is used.
 
     Of n gradients, all before clipping and without a loss scale:
 
     | attribute         | shape       | meaning                                                   |
     |-------------------|-------------|-----------------------------------------------------------|
     | `names`           | n str       | of the parameters, or positions "0", "1", ...             |
-    | `numel`           | n int       | elements                                                  |
-    | `norms`           | ``[n]``     | of the order `norm_type`                                  |
+    | `numel`           | n int       | numbers of elements                                       |
+    | `norms`           | ``[n]``     | ``sum(abs(x)**p) ** (1 / p)``, p the order `norm_type`    |
     | `max_abs`         | ``[n]``     | the largest finite magnitude, 0 if there is none          |
     | `nan_count`       | ``[n]``     | elements that are NaN                                     |
     | `inf_count`       | ``[n]``     | elements that are infinite                                |
     | `zero_count`      | ``[n]``     | elements that are zero                                    |
-    | `total_norm`      | 0-d         | of all as one vector                                      |
+    | `total_norm`      | 0-d         | the same of all gradients as one vector                   |
     | `nonfinite_count` | 0-d         | elements that are NaN or infinite                         |
     | `threshold`       | 0-d, ``[n]``| what `coef` was computed from                             |
     | `coef`            | 0-d, ``[n]``| what gradients are multiplied by                          |
     | `clipped`         | 0-d bool    | whether a coefficient is under 1                          |
     | `skipped`         | 0-d bool    | whether the step was left out                             |
     | `found_inf`       | 0-d float32 | 1.0 where the step should not be taken as it is, else 0.0 |
-    | `inv_scale`       | 0-d float32 | 1 over the loss scale a clipper was told of, or None      |
+    | `loss_scale`      | 0-d float32 | that a clipper's step took out, or None                   |
+    | `inv_scale`       | 0-d float32 | 1 over it, or None                                        |
 
     `threshold` and `coef` are ``[n]`` of rules that clip each tensor. `threshold` is inf where a
     rule did not bind, or the rule's `max_norm` if it has one. Of a clipper with
@@ -176,6 +177,10 @@ class GradStats:
     def nonfinite_count(self) -> Tensor:
         return self.table[:, tables.NAN : tables.INF + 1].sum().to(torch.int64)
 
+    @property
+    def loss_scale(self) -> Tensor | None:
+        return None if self.inv_scale is None else self.inv_scale.reciprocal()
+
     def cpu(self) -> "GradStats":
         """The same on the host, by one packed copy; itself if it is there already."""
         if self._on_host:
@@ -202,7 +207,8 @@ class GradStats:
         return [LayerStats(*row) for row in rows]
 
     def worst(self, k: int = 5, by: By = "norm") -> list[LayerStats]:
-        """The k first layers by norm, maximum, number of non-finite elements or share of zeros.
+        """The `k` layers with the largest `by`: ``"norm"``, ``"max_abs"``, ``"nonfinite"``, the
+        number of such elements, or ``"zero"``, the share of zeros.
 
         NaN comes before infinity and that before numbers; ties stay in order. Raises `ValueError`
         for another `by` and for a negative `k`.

@@ -61,7 +61,7 @@ def root(power: Tensor, p: float) -> Tensor:
     """From the POWER column to norms, in float64."""
     if p == 2:
         return power.sqrt()
-    if p in (0, 1) or math.isinf(p):
+    if p in (0, 1) or abs(p) == math.inf:  # math.isinf refuses numbers that torch.compile follows
         return power
     return power ** (1.0 / p)
 
@@ -74,7 +74,7 @@ def norms(table: Tensor, p: float) -> Tensor:
 def total_norm(table: Tensor, p: float) -> Tensor:
     """The p-norm of all elements as one vector, 0-d, float64."""
     powers = table.select(1, POWER)
-    if not math.isinf(p):
+    if abs(p) != math.inf:
         return root(powers.sum(), p)
     if not len(powers):
         powers = empty(p, 1, table.device)[:, POWER]
@@ -88,7 +88,7 @@ def coefficient(total: Tensor, max_norm: float | Tensor) -> Tensor:
     """
     threshold = limit(max_norm, total.device)
     coef = (threshold / (total + EPS)).clamp(max=1.0)  # clamp keeps NaN
-    if isinstance(max_norm, Tensor):
+    if isinstance(max_norm, Tensor) or torch.compiler.is_compiling():
         return coef.masked_fill(threshold == math.inf, 1.0)
     return torch.ones_like(coef) if max_norm == math.inf else coef
 
@@ -97,6 +97,8 @@ def limit(max_norm: float | Tensor, device: torch.device) -> Tensor:
     """A threshold, 0-d, float64, on `device`."""
     if isinstance(max_norm, Tensor):
         return max_norm.to(device, torch.float64).reshape(())
+    if torch.compiler.is_compiling():  # one trace for all numbers, where `full` has one for each
+        return torch.ones((), dtype=torch.float64, device=device) * max_norm
     # filled in on the device: sending it there would wait for it
     return torch.full((), max_norm, dtype=torch.float64, device=device)
 

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from fastclip import ops
+from fastclip import table as tables
 from fastclip.backends import units
 from fastclip.gradients import Gradients, Listed
 
@@ -53,7 +54,7 @@ def clip_measured_(
 ) -> tuple[Gradients, Tensor, Tensor, Tensor]:
     found = sort_out(listed)
     if not isinstance(max_norm, Tensor):
-        max_norm = torch.full((), max_norm, dtype=torch.float64, device="cpu")
+        max_norm = tables.limit(max_norm, torch.device("cpu"))
     return found, *ops.clip_(found.tensors, p, max_norm, inv_scale, skip)
 
 

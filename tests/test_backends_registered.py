@@ -1,7 +1,10 @@
 """Backends that others have written: registered in a process, or named by an installed package."""
 
 import sys
+import threading
+import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -41,6 +44,10 @@ def provide_none() -> Backend:
     raise Unavailable("there is no such card here")
 
 
+def provide_error() -> Backend:
+    raise KeyError("card")
+
+
 def test_a_registered_backend_serves_where_it_is_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
     before = backends.choose(CPU).name
     made: list[int] = []
@@ -76,6 +83,7 @@ def test_a_name_is_taken_once(name: str) -> None:
 
 WRONG: dict[str, tuple[Callable[[], Any], str]] = {
     "unavailable": (provide_none, "there is no such card here"),
+    "raising": (provide_error, "its provider raised KeyError: 'card'"),
     "nothing": (lambda: None, "its provider returned None, which is no Backend"),
     "other-name": (reference.provide, "returned a backend of the name 'reference'"),
 }
@@ -88,6 +96,32 @@ def test_one_that_cannot_be_used_says_why(provide: Callable[[], Any], reason: st
     with pytest.raises(RuntimeError, match=rf"'mine' cannot be used: .*{reason}.*available: ref"):
         backends.get("mine")
     assert backends.get("reference").name == "reference"
+    with pytest.raises(RuntimeError, match=r"no backend 'other'; available: ref"):
+        backends.get("other")
+
+
+def test_a_name_is_not_empty() -> None:
+    with pytest.raises(ValueError, match="a backend needs a name"):
+        backends.register("", provide_mine)
+
+
+def test_threads_that_ask_at_once_have_it_provided_once() -> None:
+    made: list[int] = []
+    start = threading.Barrier(4)
+
+    def provide() -> Backend:
+        made.append(1)
+        time.sleep(0.05)
+        return provide_mine()
+
+    def ask(_: int) -> str:
+        start.wait()
+        return backends.get("mine").name
+
+    backends.register("mine", provide)
+    with ThreadPoolExecutor(4) as pool:
+        assert list(pool.map(ask, range(4))) == ["mine"] * 4
+    assert made == [1]
 
 
 @pytest.fixture
@@ -103,6 +137,7 @@ def installed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[str]
             "def provide():\n"
             "    return replace(reference.provide(), name='theirs')\n"
         )
+        (tmp_path / "broken.py").write_text("1 / 0\n")
         info = tmp_path / "theirs-1.0.dist-info"
         info.mkdir()
         (info / "METADATA").write_text("Metadata-Version: 2.1\nName: theirs\nVersion: 1.0\n")
@@ -126,8 +161,9 @@ def test_an_installed_package_names_its_backend(installed: Callable[[str], None]
     [
         ("theirs:missing", "theirs:missing cannot be loaded: .*missing"),
         ("nowhere:provide", "nowhere:provide cannot be loaded: No module named 'nowhere'"),
+        ("broken:provide", "broken:provide cannot be loaded: division by zero"),
     ],
-    ids=["attribute", "module"],
+    ids=["attribute", "module", "module that raises"],
 )
 def test_an_installed_one_that_does_not_load_says_why(
     installed: Callable[[str], None], value: str, reason: str

@@ -100,12 +100,16 @@ def test_any_loss_scale(optimizer: str, scale: float) -> None:
     pair = Pair(optimizer, scale)
     for step, grads in enumerate(training.stream(20, bad={5: math.inf})):
         pair.backward(grads)
+        scale = pair.our_scaler.get_scale()
         stats = pair.clipper.step(pair.our_optimizer, pair.our_scaler)
+        assert stats.loss_scale is not None
+        assert stats.loss_scale.item() == pytest.approx(scale, rel=1e-6)
         pair.our_scaler.update()
         pair.torch_step()
         pair.compare(step)
         if step != 5:
             assert stats.total_norm.item() == pytest.approx(training.total(grads), rel=1e-6)
+    assert pair.clipper.measure().loss_scale is None
 
 
 @pytest.mark.parametrize("optimizer", SOME)

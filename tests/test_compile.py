@@ -1,6 +1,7 @@
 """Clipping inside torch.compile, by inductor on the CPU: how many graphs, and equal to eager."""
 
 import inspect
+import math
 from collections.abc import Callable
 from contextlib import nullcontext
 from typing import Any
@@ -16,7 +17,8 @@ from torch.optim import SGD, AdamW, Optimizer
 
 import fastclip
 from fastclip.integrations.torch import patch
-from tests.making import floats, parameters
+from fastclip.testing.compare import bitwise_equal
+from tests.making import floats, grads_of, parameters
 
 MAX_NORM = 0.1  # the norms are 0.3 to 2
 STEPS = 3
@@ -218,3 +220,65 @@ def test_functions_compiled_before_and_after_a_patch() -> None:
             assert dtype() == torch.float32
         assert dtype() == torch.bfloat16
     assert counter.frame_count == 2
+
+
+NUMBERS: dict[str, Callable[[list[Tensor], float], Tensor | None]] = {
+    "clip_grad_norm_": lambda params, x: fastclip.clip_grad_norm_(params, x),
+    "max_norm of clip_grads_with_norm_": lambda params, x: fastclip.clip_grads_with_norm_(
+        params, x, torch.tensor(5.0)
+    ),
+    "total_norm of clip_grads_with_norm_": lambda params, x: fastclip.clip_grads_with_norm_(
+        params, 2.0, x
+    ),
+    "clip_grad_value_": lambda params, x: fastclip.clip_grad_value_(params, x),
+    "norm_type of clip_grad_norm_": lambda params, x: fastclip.clip_grad_norm_(params, 2.0, x),
+    "get_total_norm": lambda params, x: fastclip.get_total_norm([p.grad for p in params], x),
+    "grad_stats": lambda params, x: fastclip.grad_stats(params, x).total_norm,
+}
+
+
+@pytest.mark.parametrize("dynamic", [None, True], ids=["dynamic=None", "dynamic=True"])
+@pytest.mark.parametrize("name", NUMBERS)
+def test_a_number_that_changes_from_call_to_call(name: str, dynamic: bool | None) -> None:
+    call = NUMBERS[name]
+    counter = CompileCounterWithBackend("aot_eager")
+    traced = torch.compile(call, backend=counter, fullgraph=True, dynamic=dynamic)
+    for number in (2.0, 1.0, 0.5, 3.0, math.inf):
+        ours, expected = parameters(floats(3.0, -4.0)), parameters(floats(3.0, -4.0))
+        assert traced(ours, number) == call(expected, number)
+        assert all(map(bitwise_equal, grads_of(ours), grads_of(expected)))
+    if "max_norm" in name or name == "clip_grad_norm_":
+        assert counter.frame_count <= 2  # torch.compile follows a number that has changed once
+
+
+def test_a_threshold_that_becomes_infinite_only_measures() -> None:
+    traced = torch.compile(fastclip.clip_grads_with_norm_, backend="aot_eager", fullgraph=True)
+    for limit in (1.0, 2.0, math.inf):
+        params = parameters(floats(3.0, -4.0))
+        traced(params, limit, torch.tensor(math.inf))
+        assert params[0].grad is not None
+        assert params[0].grad.tolist() == ([3.0, -4.0] if limit == math.inf else [0.0, 0.0])
+
+
+@pytest.mark.parametrize("number", [-1.0, math.nan])
+def test_a_wrong_number_after_a_trace_is_refused(number: float) -> None:
+    traced = torch.compile(fastclip.clip_grad_norm_, backend="aot_eager")
+    for limit in (1.0, 2.0):
+        traced(parameters(floats(3.0, -4.0)), limit)
+    with pytest.raises(ValueError, match=f"max_norm must be a number of at least 0.*got {number}"):
+        traced(parameters(floats(3.0, -4.0)), number)
+
+
+def test_inside_a_transform_of_torch_func() -> None:
+    def loss(x: Tensor) -> tuple[Tensor, tuple[Tensor, Tensor, Tensor]]:
+        p = nn.Parameter(torch.zeros(2))
+        p.grad = x.detach() * 3
+        stats = fastclip.grad_stats([p])
+        norm = fastclip.clip_grad_norm_([p], 1.0)
+        fastclip.clip_grads_with_norm_([p], 1.0, 2.0)
+        clip = fastclip.GradClipper([p], max_norm=0.25).clip_()
+        return (x * p.grad).sum(), (stats.total_norm, norm, clip.total_norm)
+
+    slope, norms = torch.func.grad(loss, has_aux=True)(floats(3.0, 4.0))
+    torch.testing.assert_close(slope, floats(0.15, 0.2))  # the clip has no derivative
+    assert [norm.item() for norm in norms] == pytest.approx([15.0, 15.0, 0.5], rel=1e-6)

@@ -8,6 +8,7 @@ cannot be had is an error. Otherwise the first of `AUTOMATIC` that is available 
 import functools
 import logging
 import os
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
@@ -41,12 +42,14 @@ WITHOUT_FLOAT64 = frozenset({"mps"})
 
 VARIABLE = "FASTCLIP_BACKEND"
 
+_finding = threading.RLock()  # who asks while a backend is being provided waits for that one
+
 _requested: ContextVar[str | None] = ContextVar("fastclip.backend", default=None)
 
 
 def available() -> dict[str, str | None]:
-    """Every backend's name, and None if it can be used here, else the reason why not."""
-    found = {name: _found(name) for name in registry.names()}
+    """By the name of each backend None if it can be used here, else the reason why not."""
+    found = {name: _find(name) for name in registry.names()}
     return {name: str(b) if isinstance(b, Unavailable) else None for name, b in found.items()}
 
 
@@ -54,9 +57,9 @@ def get(name: str) -> Backend:
     """The backend of that name. Raises `RuntimeError` if there is none or it cannot be used."""
     if not registry.exists(name):
         raise RuntimeError(f"there is no backend {name!r}; {_usable()}")
-    found = _found(name)
+    found = _find(name)
     if isinstance(found, Unavailable):
-        raise RuntimeError(f"the backend {name!r} cannot be used: {found}; {_usable()}")
+        raise RuntimeError(f"the backend {name!r} cannot be used: {found}; {_usable()}") from found
     return found
 
 
@@ -99,7 +102,7 @@ def backend(name: str) -> Iterator[Backend]:
 
 
 def explain() -> dict[str, tuple[str, str]]:
-    """Per device type: the backend that would serve now, and why."""
+    """Per device type the backend that would serve now, and why: ``{"cpu": (name, reason)}``."""
     return {device_type: _explained(device_type) for device_type in AUTOMATIC}
 
 
@@ -134,13 +137,18 @@ def _automatic(device_type: str) -> tuple[Backend, list[str]]:
     """The choice, and for each better one why it was not chosen."""
     skipped: list[str] = []
     for name in AUTOMATIC.get(device_type, ("reference",)):
-        found = _found(name)
+        found = _find(name)
         if isinstance(found, Refused):
             raise RuntimeError(f"the backend {name!r} cannot be used: {found}; {_usable()}")
         if isinstance(found, Backend):
             return found, skipped
         skipped.append(f"{name!r} is not available: {found}")
     raise AssertionError(f"the last of {AUTOMATIC} must always be available")
+
+
+def _find(name: str) -> Backend | Unavailable:
+    with _finding:
+        return _found(name)
 
 
 @functools.cache
@@ -156,7 +164,7 @@ def _usable(device_type: str | None = None) -> str:
     names = [
         name
         for name in registry.names()
-        if isinstance(found := _found(name), Backend)
+        if isinstance(found := _find(name), Backend)
         and (device_type is None or found.serves(device_type))
     ]
     return f"available: {', '.join(names)}"

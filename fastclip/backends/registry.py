@@ -25,9 +25,12 @@ def register(name: str, provide: Callable[[], Backend]) -> None:
     """Make a backend known by `name` in this process.
 
     `provide` is called once, when that name is first asked for; it raises `Unavailable` with the
-    reason where the backend cannot be used. The backend serves where it is asked for and is never
-    chosen automatically. Raises `ValueError` if there is a backend of that name.
+    reason where the backend cannot be used. Any other exception of it is a reason too. The backend
+    serves where it is asked for and is never chosen automatically. Raises `ValueError` if the name
+    is empty, or there is a backend of that name.
     """
+    if not name:
+        raise ValueError("a backend needs a name")
     if exists(name):
         raise ValueError(f"there is a backend {name!r} already")
     _registered[name] = provide
@@ -46,7 +49,12 @@ def provide(name: str) -> Backend:
     if name in OWN:
         own: Backend = import_module(f"fastclip.backends.{OWN[name]}").provide()
         return own
-    backend = _provider(name)()
+    try:
+        backend = _provider(name)()
+    except Unavailable:
+        raise
+    except Exception as error:  # it may be anything, and others can be used all the same
+        raise Unavailable(f"its provider raised {type(error).__name__}: {error}") from error
     if not isinstance(backend, Backend):
         raise Unavailable(f"its provider returned {backend!r:.80}, which is no Backend")
     if backend.name != name:
@@ -60,7 +68,7 @@ def _provider(name: str) -> Callable[[], Backend]:
     entry = _installed()[name]
     try:
         provider: Callable[[], Backend] = entry.load()
-    except (ImportError, AttributeError) as error:
+    except Exception as error:  # whatever its module raises
         raise Unavailable(f"{entry.value} cannot be loaded: {error}") from error
     return provider
 

@@ -16,14 +16,11 @@ _SERVED: dict[str, redirecting.Function] = {
     "_clip_grads_with_norm_": functional.clip_grads_with_norm_,
     "clip_grad_value_": functional.clip_grad_value_,
 }
-_patches = 0  # that have not been undone
+_patches: list["Patch"] = []  # that have not been undone
 
 
 class Patch:
-    """What `patch` returns: undone by `undo`, or at the end of a ``with``."""
-
-    def __init__(self) -> None:
-        self._active = True
+    """What `patch` returns: undone by `undo`, or at the end of a ``with``. A copy is undone."""
 
     def undo(self) -> None:
         """Take this patch back; the last one to go leaves torch as it was. Again, it does nothing.
@@ -31,12 +28,10 @@ class Patch:
         Raises `RuntimeError` if somebody else has put another function in the place of one since,
         by the same means: that one stays.
         """
-        global _patches
         with redirecting.lock:
-            if not self._active:
+            if self not in _patches:
                 return
-            self._active = False
-            _patches -= 1
+            _patches.remove(self)
             left = [] if _patches else redirecting.take("patch")
         if left:
             raise RuntimeError(
@@ -56,7 +51,7 @@ class Patch:
         self.undo()
 
     def __repr__(self) -> str:
-        return f"<Patch of torch.nn.utils, {'active' if self._active else 'undone'}>"
+        return f"<Patch of torch.nn.utils, {'active' if self in _patches else 'undone'}>"
 
 
 def patch() -> Patch:
@@ -75,13 +70,12 @@ def patch() -> Patch:
         RuntimeError: somebody else has replaced one of the functions, or this version of torch
             builds them otherwise. Nothing has been changed.
     """
-    global _patches
     with redirecting.lock:
-        if not _patches:
-            _require_untouched()
-            redirecting.put("patch", {name: _serving(name) for name in _SERVED})
-        _patches += 1
-    return Patch()
+        _require_untouched()
+        redirecting.put("patch", {name: _serving(name) for name in _SERVED})
+        patched = Patch()
+        _patches.append(patched)
+    return patched
 
 
 def _serving(name: str) -> Any:

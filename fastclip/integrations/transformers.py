@@ -94,7 +94,9 @@ class GradClipCallback(TrainerCallback):
 
     Raises:
         TypeError, ValueError: an argument is of a wrong type or value, or `on_critical` asks for
-            more than a warning and there is no monitor.
+            more than a warning and there is no monitor. When training begins, where
+            ``max_grad_norm`` would clip as well, or the gradients are DeepSpeed's or FSDP1's.
+        FileNotFoundError: when training begins, where `resume_from` has no ``fastclip.pt``.
     """
 
     def __init__(

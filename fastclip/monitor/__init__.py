@@ -8,8 +8,9 @@ Nothing in here needs torch, and importing it does not import it: a log is repla
 
 One's own detector is a class with two methods: `init` gives a state, and a call makes of a state
 and a record the next state and a list of events. States are plain immutable data; the Monitor saves
-them under `kind` and `metric`, and fills in the onset of events. This one tells when the loss has
-not improved for 1,000 records, and every 1,000 after that::
+them under `kind` and `metric`, and fills in the onset of events. This one, with math and the three
+names it takes from here imported, tells when the loss has not improved for 1,000 records, and every
+1,000 after that::
 
     class Plateau:
         kind, metric = "plateau", "loss"

@@ -10,6 +10,7 @@ from fastclip.monitor.robust import median
 
 FEWEST_CLIPPED = 10  # norms that have to be above the threshold for it to mean something
 MAX_DRIFT = 2.0  # beyond this factor between early and late norms no fixed threshold fits both
+HALFLIVES = 10, 100  # of LogZ: norms that tell a spread, at least; the default
 RATES = (0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5)
 
 
@@ -21,7 +22,8 @@ class Calibration(NamedTuple):
         clip_rate: the share of the norms above it.
         samples: how many norms there were.
         drift: the median norm of the second half over that of the first.
-        warnings: sentences.
+        warnings: sentences. The half-life that one of them may name takes the norms to be those
+            of every step.
     """
 
     max_norm: float
@@ -36,12 +38,19 @@ def suggest_max_norm(norms: Iterable[float | None], clip_rate: float = 0.01) -> 
 
     >>> suggest_max_norm(record.grad_norm for record in JSONL("run.jsonl")).max_norm
 
+    It is one of the norms: of n in ascending order, from 1, number ``n - floor(clip_rate * n)``.
+
     Args:
         norms: gradient norms before clipping, in the order of the steps; missing and non-finite
             ones are left out. Those of a warm-up count like all others: better leave them out too.
         clip_rate: the share of steps to clip, over 0 and under 1.
 
+    Returns:
+        The threshold. Its `warnings` say so if the median norm of the second half is more than
+        twice or less than half that of the first, when no fixed threshold fits both.
+
     Raises:
+        TypeError: `clip_rate` is no number.
         ValueError: `clip_rate` is out of its range, or there are fewer than ``10 / clip_rate``
             norms, a share of which cannot be told from chance.
     """
@@ -56,7 +65,7 @@ def suggest_max_norm(norms: Iterable[float | None], clip_rate: float = 0.01) -> 
     max_norm = _threshold(ordered, clip_rate)
     drift = _drift(kept)
     reached = _share_above(ordered, max_norm)
-    return Calibration(max_norm, reached, len(kept), drift, _warnings(max_norm, drift))
+    return Calibration(max_norm, reached, len(kept), drift, _warnings(max_norm, drift, len(kept)))
 
 
 def _needed(clip_rate: float) -> int:
@@ -107,12 +116,27 @@ def _drift(norms: Sequence[float]) -> float:
     return late / early if early else math.inf
 
 
-def _warnings(max_norm: float, drift: float) -> tuple[str, ...]:
+def _adaptive(drift: float, samples: int) -> str:
+    """LogZ with a half-life for which norms that change by the factor `drift` within half of the
+    samples, one a step, look like no more than a factor of 2.
+
+    Where log N has the slope b a step, the mean of LogZ lags behind by ``b * h / ln 2`` and its
+    standard deviation is at least that much. With k = 4 a fall therefore raises the threshold by
+    the factor ``exp(5 * b * h / ln 2)``: by 2 for ``h = ln(2)**2 / (5 * b)``.
+    """
+    change = abs(math.log(drift)) if 0 < drift < math.inf else math.inf
+    shortest, default = HALFLIVES
+    halflife = max(shortest, math.log(2) ** 2 / 5 * (samples / 2) / change)
+    return f"fastclip.rules.LogZ({f'halflife={halflife:.0f}' if halflife < default else ''})"
+
+
+def _warnings(max_norm: float, drift: float, samples: int) -> tuple[str, ...]:
     found = []
     if not 1 / MAX_DRIFT <= drift <= MAX_DRIFT:
         found.append(
             f"the median norm of the second half is {drift:.3g} times that of the first: no fixed "
-            "threshold fits both; an adaptive rule such as fastclip.rules.LogZ() follows the norm"
+            f"threshold fits both; an adaptive rule such as {_adaptive(drift, samples)} follows "
+            "the norm"
         )
     if max_norm == 0:
         found.append("a threshold of 0 makes every gradient 0: most of these norms are 0")

@@ -25,6 +25,10 @@ if TYPE_CHECKING:
     from fastclip.stats import GradStats
 
 KEPT = 2000  # states to go back to
+CLOSED = (
+    "this Monitor is closed, and so are its sinks: make a new one, and to go on with the same run "
+    "give it this one's state: new.load_state_dict(old.state_dict())"
+)
 
 States = tuple[Any, ...]  # of the bands, then of each detector
 
@@ -90,7 +94,7 @@ class Monitor:
 
     def __enter__(self) -> "Monitor":
         if self._closed:
-            raise RuntimeError("this Monitor is closed, and so are its sinks: make a new one")
+            raise RuntimeError(CLOSED)
         return self
 
     def __exit__(self, *raised: object) -> None:
@@ -120,13 +124,15 @@ class Monitor:
 
         `fields` are those of `StepRecord`. `stats` fills grad_norm, clip_coef, clipped,
         nonfinite_count and skipped, and of a step with a scaler loss_scale; what a watch measured
-        wins over it, and a keyword over both.
-        None is as good as missing. `layers` may also be a `LayerTable`. Numbers and NumPy scalars
-        are read at once, tensors as `Telemetry` says.
+        wins over it, and a keyword over both. None is as good as missing. `layers` may also be a
+        `LayerTable`. Numbers and NumPy scalars are read at once, tensors as `Telemetry` says.
+
+        Raises `TypeError` for an unknown field and for a value that its field does not take (of a
+        tensor when it is read), `RuntimeError` after `close`.
         """
         self._require_idle()
         if self._closed:
-            raise RuntimeError("this Monitor is closed, and so are its sinks: make a new one")
+            raise RuntimeError(CLOSED)
         self.telemetry.put(given(step, stats, self.watches, fields))
         while (row := self.telemetry.due()) is not None:
             self._take(row)

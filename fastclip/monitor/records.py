@@ -89,6 +89,11 @@ class Event:
     unit of `metric`. `onset` is the first step at which any metric left its normal band, and
     `onset_metric` says which; a detector leaves both to the Monitor. `message` is a sentence.
 
+    A band is of the last 100 values within it of `loss`, `val_loss`, `grad_norm`, `activation_max`,
+    `param_norm` or `update_ratio`. Outside, once there are 20, is a value that is not finite or
+    that `RobustSpike` with k = 7 would name, in logarithms where all are positive. Ten records in a
+    row within all bands end what began at the onset.
+
     Raises `ValueError` for a level that is not "info", "warn" or "critical".
     """
 

@@ -1,4 +1,4 @@
-"""Rules: from norms to coefficients.
+"""Rules: by how much the gradients of a step are to be shortened.
 
 | rule       | threshold                                                                |
 |------------|--------------------------------------------------------------------------|
@@ -11,7 +11,8 @@
 
 A rule is a pure function of what was measured and of a dict of state tensors. It runs on the
 device, never waits for it, and keeps NaN and infinities out of its state (see `Rule`). One's own
-is a class with two methods; this one clips to twice the running mean of what it let through::
+is a class with two methods. This one, with torch and `Decision` imported, clips to twice the
+running mean of what it let through::
 
     class TwiceTheMean:
         per_tensor = False

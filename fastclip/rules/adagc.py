@@ -19,9 +19,9 @@ class AdaGC:
     eps))`` (not at all if `max_norm` is None), and gamma is the smallest of its norms after that.
     From then on, for a norm n::
 
-        n > ratio * gamma:  coef = ratio * gamma / (n + eps),  n' = ratio * gamma
-        else:               coef = 1,                          n' = n
-        gamma = beta * gamma + (1 - beta) * n'
+        n > ratio * gamma:  coef = ratio * gamma / (n + eps),  x = ratio * gamma
+        else:               coef = 1,                          x = n
+        gamma = beta * gamma + (1 - beta) * x
 
     The steps of the authors' implementation (lishuai-97/AdaGC, arXiv 2502.11034), but for two
     things. The warm-up is counted per tensor: one that gets its first gradient late has its own,

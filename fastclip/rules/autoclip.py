@@ -15,7 +15,8 @@ class AutoClip:
 
     The percentile is ``torch.quantile(norms, percentile / 100)``, linear, of the norms before
     clipping. There is no warm-up: the first step is its own percentile and passes. `max_norm` caps
-    the threshold. After AutoClip (arXiv 2007.14469), which keeps all norms.
+    the threshold. The coefficient of a norm N over the percentile is ``threshold / (N + 1e-6)``.
+    After AutoClip (arXiv 2007.14469), which keeps all norms.
 
     It is less a guard against spikes than a choice of step size. With the usual percentile of 10,
     nine steps in ten are clipped, to about the same norm: the update hardly depends on the norm of

@@ -26,7 +26,8 @@ class LogZ:
 
     (the division by the sum of weights is the bias correction). What is remembered of a step, x, is
     ``min(log N, m + k * s)`` with the m and s it was judged by; in the first `warmup` steps, which
-    clip to `max_norm` alone, it is log N. `max_norm` caps the threshold and does not change x.
+    clip to `max_norm` alone, it is log N. The coefficient is ``min(1, t / (N + 1e-6))``: t is the
+    threshold where N is over it, else infinity, and at most `max_norm`, which does not change x.
 
     Gradient norms spread by factors, not by amounts: in the logarithm k means the same for large
     and for small ones, multiplying the loss by a constant multiplies the thresholds by it, and the

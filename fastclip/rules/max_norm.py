@@ -12,8 +12,9 @@ from fastclip.rules.contract import Decision, Measured, State, require
 
 @dataclass(frozen=True, eq=False)  # comparing tensors would wait for the device
 class MaxNorm:
-    """Rescale all gradients by ``min(1, max_norm / (total + 1e-6))``, as torch.nn.utils does.
+    """Clip the global norm N to a fixed threshold, or to one that is a function of the step.
 
+    The coefficient is ``min(1, max_norm / (N + 1e-6))``, as of ``torch.nn.utils.clip_grad_norm_``.
     There is no state.
 
     Args:

@@ -195,6 +195,13 @@ def test_the_page_has_the_table_of_the_csv(made: Callable[[], str]) -> None:
     assert made() in PAGE
 
 
+def test_what_is_said_in_short() -> None:
+    names = [f"gpt2-small-{each}" for each in ("float32", "float16")]
+    free, acting = ([digits(ours(n + end)["ratio"]) for n in names] for end in ("", "-clipped"))
+    assert f"{free[0]} times as long in float32 and {free[1]} times in float16" in TEXT
+    assert f"{acting[0]} and {acting[1]} times when it has" in TEXT
+
+
 def test_the_lines_through_the_tensors() -> None:
     said = []
     for side in ("fastclip", "torch"):

@@ -217,6 +217,21 @@ def test_clip_and_the_accelerators_step() -> None:
         torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-7)
 
 
+@pytest.mark.parametrize("scaled", [False, True], ids=["no scaler", "scaler"])
+def test_clip_waits_for_complete_gradients_too(scaled: bool) -> None:
+    scaler = torch.amp.GradScaler("cpu", init_scale=1024.0) if scaled else None
+    s = Setting(accumulation=4, scaler=scaler)
+    for number in range(8):
+        with s.accelerator.accumulate(s.model):
+            s.backward(number)
+            s.clipper.clip_(s.optimizer)
+            s.optimizer.step()
+            s.optimizer.zero_grad()
+    assert s.clipper.counters()["steps"].item() == 2
+    for a, b in zip(s.weights(), reference(2, 4), strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-7)
+
+
 def test_what_cannot_be_served_is_refused_before_anything_changes() -> None:
     scaler = torch.amp.GradScaler("cpu")
     s = Setting(scaler=scaler)

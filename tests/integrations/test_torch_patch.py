@@ -162,6 +162,20 @@ def test_many_threads() -> None:
     assert failures == []
 
 
+@pytest.mark.parametrize(
+    "duplicate", [copy.copy, copy.deepcopy, lambda p: pickle.loads(pickle.dumps(p))]
+)
+def test_a_copy_undoes_nothing(duplicate: Callable[[Any], Any]) -> None:
+    with patch() as patched:
+        other = duplicate(patched)
+        other.undo()
+        assert repr(other) == "<Patch of torch.nn.utils, undone>"
+        assert is_ours()
+    assert is_untouched()
+    with patch():
+        assert is_ours()
+
+
 def test_undone_in_another_thread() -> None:
     patched = patch()
     thread = threading.Thread(target=patched.undo)
@@ -177,6 +191,18 @@ def test_torch_replaced_by_somebody_else(name: str, monkeypatch: pytest.MonkeyPa
         with pytest.raises(RuntimeError, match=rf"torch\.nn\.utils\.{name} is <function"):
             patch()
         assert all(a is b for a, b in zip(contents(), OF_TORCH, strict=True))
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_replaced_between_two_patches(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    with patch():
+        with monkeypatch.context() as m:
+            m.setattr(torch.nn.utils, name, lambda *args: None)
+            with pytest.raises(RuntimeError, match=rf"torch\.nn\.utils\.{name} is <function"):
+                patch()
+        with patch():
+            pass
+        assert is_ours()
 
 
 @pytest.mark.parametrize("name", PRIVATE)
@@ -219,6 +245,18 @@ def test_a_closure_changed_while_patched() -> None:
         assert contents()[:3] == OF_TORCH[:3]
     finally:
         cell.cell_contents = of_torch
+
+
+def test_a_closure_changed_between_two_patches() -> None:
+    cell = ORIGINAL["clip_grad_value_"].__closure__[0]
+    with patch():
+        ours = cell.cell_contents
+        cell.cell_contents = lambda *args: None
+        try:
+            with pytest.raises(RuntimeError, match=r"clip_grad\.clip_grad_value_ calls <function"):
+                patch()
+        finally:
+            cell.cell_contents = ours
 
 
 def test_what_tools_see_of_the_functions() -> None:

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from fastclip.monitor import ActivationWatch
+from fastclip.monitor import ActivationWatch, Monitor
 from tests.forbidding import MODES, NoReads
 from tests.monitor.activations import (
     Twice,
@@ -121,6 +121,23 @@ def test_a_copy_of_the_model_is_not_watched(kind: str) -> None:
     assert watch.take() == {}
     model(inputs())
     assert found(watch) == model_alone
+
+
+@pytest.mark.parametrize("kind", COPIES)
+def test_a_copy_of_the_watch_measures_nothing(kind: str) -> None:
+    model = mlp()
+    watch = ActivationWatch(model)
+    model(inputs())
+    of_model = found(watch)
+    again, second = COPIES[kind]((model, watch))
+    again(10 * inputs())
+    model(inputs())
+    assert second.take() == {}
+    assert second.stats().names == watch.stats().names
+    second.remove()
+    assert found(watch) == of_model
+    monitor = copy.deepcopy(Monitor([], watches=[watch]))
+    assert monitor.watches[0].take() == {}
 
 
 def test_replicas_of_data_parallel_are_watched() -> None:

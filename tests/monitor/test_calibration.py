@@ -11,6 +11,8 @@ from hypothesis import strategies as st
 
 from fastclip.monitor import suggest_max_norm
 from fastclip.monitor.calibration import clip_rates, lowest_clip_rate
+from fastclip.rules import LogZ
+from tests.stepping import run
 
 
 def spread(count: int, seed: int = 0) -> list[float]:
@@ -58,7 +60,24 @@ def test_drift(factor: float, warned: bool) -> None:
         f"the median norm of the second half is {factor:g} times that of the first: no fixed "
         "threshold fits both; an adaptive rule such as fastclip.rules.LogZ() follows the norm"
     )
-    assert found.warnings == ((expected,) if warned else ())
+    slope = abs(math.log(factor)) / 600
+    rule = f"LogZ(halflife={math.log(2) ** 2 / 5 / slope:.0f})"
+    assert found.warnings == ((expected.replace("LogZ()", rule),) if warned else ())
+
+
+@pytest.mark.parametrize(
+    ("count", "rule", "reached"),
+    [(200, "LogZ(halflife=10)", 2.1), (600, "LogZ(halflife=28)", 2.0), (6000, "LogZ()", 1.3)],
+)
+def test_the_rule_for_a_drift(count: int, rule: str, reached: float) -> None:
+    """Norms that fall to an eighth: with the half-life that is named, the threshold of LogZ is at
+    the end twice the norm, and less where the default does."""
+    norms = [8 ** (-step / count) for step in range(count)]
+    found = suggest_max_norm(norms, 0.1)
+    assert f"an adaptive rule such as fastclip.rules.{rule} follows" in found.warnings[0]
+    halflife = float(rule[5:-1].removeprefix("halflife=") or 100)
+    last = run(LogZ(halflife=halflife), [*norms, 1e3])[-1]
+    assert last.threshold.item() / norms[-1] == pytest.approx(reached, rel=0.05)
 
 
 def test_norms_of_zero() -> None:

@@ -341,3 +341,39 @@ def test_wrong_arguments() -> None:
             ParameterWatch(net(), every=every)  # type: ignore[arg-type]
     with pytest.raises(TypeError, match="parameters must be a Tensor, a Module, or an iterable"):
         ParameterWatch(3)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("tied", [False, True], ids=["plain", "tied"])
+def test_parameters_that_a_block_exchanges(tied: bool) -> None:
+    """As ``load_state_dict(assign=True)`` does: what the module has at the end is measured."""
+    model = nn.ModuleDict({"one": nn.Linear(6, 8), "other": nn.Linear(6, 8)})
+    if tied:
+        model["other"].weight = model["one"].weight
+    watch = ParameterWatch(model, every=1)
+    before = copies(list(model.named_parameters()))
+    state = {name: 1.5 * each + 0.1 for name, each in model.state_dict().items()}
+    with watch:
+        model.load_state_dict(state, assign=True)
+    found, after = plain(watch.take()), copies(list(model.named_parameters()))
+    wanted = expected(before, {name: after[name] for name in before})
+    assert found.pop("names") == wanted.pop("names")
+    for name, value in found.items():
+        assert value == pytest.approx(wanted[name], rel=1e-5), name
+
+
+@pytest.mark.parametrize("bias", [None, nn.Parameter(torch.zeros(4))], ids=["gone", "shape"])
+def test_parameters_that_a_block_loses(bias: nn.Parameter | None) -> None:
+    layer = nn.Linear(6, 8)
+    watch = ParameterWatch(layer, every=1)
+
+    def block() -> None:
+        with watch:
+            layer.register_parameter("bias", bias)
+
+    with pytest.raises(RuntimeError, match=r"the parameter 'bias' was removed or replaced by"):
+        block()
+    assert watch.take() == {}
+    with watch:
+        pass
+    found = watch.take()["param_norm"].item()
+    assert found == pytest.approx(layer.weight.norm().item(), rel=CLOSE)

@@ -47,6 +47,21 @@ def test_leaving_the_context_flushes_and_closes(tmp_path: Path) -> None:
         pass
 
 
+def test_going_on_after_the_context(tmp_path: Path) -> None:
+    """As the error of a closed Monitor says: a new one with its state."""
+    log = JSONL(tmp_path / "run.jsonl")
+    with Monitor(sinks=[log]) as old:
+        for step in range(120):
+            old.observe(step=step, loss=1.0)
+    with pytest.raises(RuntimeError, match=r"new\.load_state_dict\(old\.state_dict\(\)\)"):
+        old.observe(step=120, loss=9.0)
+    with Monitor(sinks=[log]) as new:
+        new.load_state_dict(old.state_dict())
+        assert "spike" in [event.kind for event in new.observe(step=120, loss=9.0)]
+        assert new.attempt == 0
+    assert [record.step for record in log] == list(range(121))
+
+
 END = """
 import sys, torch
 from fastclip.monitor import JSONL, Monitor, Telemetry

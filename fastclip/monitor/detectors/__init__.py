@@ -24,9 +24,13 @@ batches, small data), what a ratio of 1.1 or 1.5 takes for a change is noise. Th
 and for data that is fitted to the last example::
 
     [
-        *(RobustSpike("loss", log=True), RobustSpike("grad_norm", k=10, log=True)),
-        *(Sustained(window=20, sustained=1.5, critical=3), Drift(window=200, ratio=1.5)),
-        *(NonFinite(), LossScaleDrop(), ClipRate()),
+        RobustSpike("loss", log=True),
+        RobustSpike("grad_norm", k=10, log=True),
+        Sustained(window=20, sustained=1.5, critical=3),
+        Drift(window=200, ratio=1.5),
+        NonFinite(),
+        LossScaleDrop(),
+        ClipRate(),
     ]
 
 A loss around zero, as in reinforcement learning, has no ratios: `RobustSpike("loss")` judges it.

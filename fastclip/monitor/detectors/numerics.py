@@ -14,7 +14,9 @@ from fastclip.monitor.windows import EMPTY, Summed, Window
 class NonFinite:
     """A loss, norm, maximum or ratio that is NaN or infinite; gradient elements that are.
 
-    One event for each, from the first record on: critical, and warn where the step was skipped.
+    It looks at `loss`, `val_loss`, `grad_norm`, `activation_max`, `param_norm` and `update_ratio`,
+    and at a `nonfinite_count` over 0. One event for each, from the first record on: critical, and
+    warn where the step was skipped.
     """
 
     kind: ClassVar[str] = "nonfinite"

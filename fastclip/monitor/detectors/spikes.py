@@ -20,6 +20,8 @@ from fastclip.monitor.windows import EMPTY, Ordered, Summed, Window
 class Spike:
     """A value of at least `ratio` times the mean of the last `window` values before it.
 
+    The usual rule of thumb. The mean follows a loss that rises slowly: that is for `Drift`.
+
     Args:
         metric: a number of `StepRecord`, by its name.
         ratio: over 0.
@@ -68,15 +70,19 @@ class Spike:
 
 @dataclass(frozen=True)
 class RobustSpike:
-    """A value more than `k` times 1.4826 * MAD above the median of the last `window` before it.
+    """A value more than `k` robust standard deviations above the median of those before it.
 
-    MAD is the median absolute deviation; 1.4826 * MAD estimates the standard deviation, whatever
-    a few outliers do, and counts as at least 1e-3 of the median's magnitude. With `log`, all of
-    that is done in logarithms (for gradient norms, which spread by factors) and values at or below
-    zero are passed over.
+    Of the last `window` values, with m their median and MAD the median of ``abs(x - m)``::
 
-    Values want their digits: where they were rounded so that most of a window are equal, as norms
-    of 0.22 and 0.23 are late in a run, the MAD is 0 and the next larger number stands out.
+        value - m > k * max(1.4826 * MAD, 1e-3 * abs(m))
+
+    Of a normal distribution 1.4826 * MAD is the standard deviation, and a few outliers hardly
+    change it: this is the modified z-score of Iglewicz and Hoaglin (1993), upwards only, with a
+    least spread. With `log` all of it is of logarithms (for gradient norms, which spread by
+    factors), the least spread is 1e-3, and values at or below zero are passed over.
+
+    Values need all their digits: where they were rounded so that most of a window are equal, as
+    norms of 0.22 and 0.23 are late in a run, the MAD is 0 and the next larger number stands out.
 
     Args:
         metric: a number of `StepRecord`, by its name.

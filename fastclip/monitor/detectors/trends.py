@@ -20,6 +20,9 @@ class Sustained:
     """The last `window` values: all over `sustained`, one over `critical` times the median of the
     100 values before them. A spike that does not come back.
 
+    The form, a minimum over one bound and a maximum over another, is that of the K2-V2 report
+    (LLM360), section 3.5; the bounds are fastclip's own.
+
     Args:
         metric: a number of `StepRecord`, by its name.
         window: recorded values, at least 1.
@@ -87,7 +90,7 @@ class Sustained:
 class Drift:
     """The median of the last `window` values is over `ratio` times the best such median so far.
 
-    For slow divergence, which a trailing mean follows. Small is good.
+    For slow divergence, which a trailing mean follows. Small is good. A rule of fastclip's own.
 
     Args:
         metric: a number of `StepRecord`, by its name.

@@ -26,6 +26,9 @@ class RollbackPolicy:
         max_rollbacks: for the whole run.
         ranks: the ranks whose batches are to blame for an event; None, or an answer of None, means
             all of them. The others go on with the batches that they would have had.
+
+    Raises:
+        ValueError: a setting is of another type or out of its range.
     """
 
     on: Level | Callable[[Event], bool] = "critical"

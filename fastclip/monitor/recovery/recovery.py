@@ -45,9 +45,9 @@ class Recovery:
     is passed over with a `UserWarning` that names it. A rollback is a warning of the logger
     "fastclip".
 
-    To the default detectors a skipped step is a warning, and so is every one of a run that only
-    skips: without `Skips` nothing rolls that back. Losses near zero, or that vary by half from step
-    to step, need the other set in `fastclip.monitor.detectors`.
+    To the default detectors a skipped step is a warning: without `Skips` nothing rolls a run back
+    that only skips. Losses near zero, or that vary by half from step to step, need the other set in
+    `fastclip.monitor.detectors`.
 
     Args:
         directory: where the checkpoints are, and `recovery.json`, which has what a rollback does
@@ -55,7 +55,7 @@ class Recovery:
         state: by name, anything with `state_dict` and `load_state_dict` of plain data and tensors.
             Random number generators (torch on every device, Python, NumPy if it is loaded) and the
             step are added. Optimizers among them are cut after a rollback.
-        policy: when to go back, and what to skip then.
+        policy: when to go back, and what to skip then; `RollbackPolicy()` if it is not given.
         every: steps between two checkpoints.
         keep: the newest `keep` confirmed checkpoints stay, and every unconfirmed one.
         asynchronous: go on as soon as the state is copied to the host's memory, and write it
@@ -72,6 +72,7 @@ class Recovery:
     that all share, and hands `handle` the same events: then all decide the same, and `handle`
     without such an event exchanges nothing. Shared files are written by rank 0; an error on one
     rank is an error on all. Each rank has its own random state and its own count of batches.
+    `TypeError` and `ValueError` say what is wrong with a setting.
     """
 
     def __init__(
@@ -119,11 +120,9 @@ class Recovery:
 
     @property
     def rollbacks(self) -> list[Rollback]:
-        rank = self._ranks.rank
-        return [
-            Rollback(each.step, each.onset, each.target, each.skipped[rank])
-            for each in self._ledger.rollbacks
-        ]
+        """Those of the whole run, oldest first, with the batches skipped on this rank."""
+        rank, past = self._ranks.rank, self._ledger.rollbacks
+        return [Rollback(each.step, each.onset, each.target, each.skipped[rank]) for each in past]
 
     @property
     def skipped(self) -> list[int]:
@@ -238,7 +237,9 @@ class Recovery:
         `run(step, batch)` is the loop's body, without what writes down that a step was taken
         (`observe`, `handle`), and returns the loss. It gets the batches, the random state and the
         learning rate that the run had; which those were depends on how many `rollbacks` there had
-        been: None means as many as were carried out. The state is afterwards as before.
+        been: None means as many as were carried out. The state is afterwards as before. Of what is
+        returned `same` says whether loss, parameters and buffers came out as the same bits both
+        times, `differs_at` and `name` where not; str() of it is for people to read.
         """
         from fastclip.monitor.recovery.replaying import replay
 

@@ -10,7 +10,7 @@ if TYPE_CHECKING:
     from torch import nn
     from torch.utils.hooks import RemovableHandle
 
-    from fastclip.monitor.watches.outputs import ActivationStats
+    from fastclip.monitor.watches.outputs import ActivationStats, Outputs
 
 
 class ActivationWatch:
@@ -45,9 +45,9 @@ class ActivationWatch:
     ``torch.compile`` returned for them: its own hooks run outside of the graph. Inside transforms
     of torch.func, while torch.jit traces and in replays of a CUDA graph nothing is measured.
 
-    A copy of the model (deepcopy, pickle) is not watched, replicas of DataParallel are. Hooks are
-    gone after `remove`, at the end of a ``with`` block, and when the watch itself is: the model
-    does not keep it alive.
+    A copy of the model (deepcopy, pickle) is not watched, and a copy of the watch measures nothing;
+    replicas of DataParallel are watched. Hooks are gone after `remove`, at the end of a ``with``
+    block, and when the watch itself is: the model does not keep it alive.
 
     Args:
         model: whose modules are watched; of a DistributedDataParallel what it wraps.
@@ -70,10 +70,22 @@ class ActivationWatch:
         from fastclip.monitor.watches.outputs import watched
 
         require("every", every, "a whole number of at least 1", lambda x: x >= 1, whole=True)
-        self._outputs, handles = watched(model, every, modules)
         self._stats: ActivationStats | None = None
+        self._hold(*watched(model, every, modules))
+
+    def _hold(self, outputs: "Outputs", handles: "list[RemovableHandle]") -> None:
+        self._outputs = outputs
         self._finalizer = weakref.finalize(self, _remove, handles)
         self._finalizer.atexit = False
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {"_stats": self._stats}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:  # of a copy, which has no hooks
+        from fastclip.monitor.watches.outputs import Outputs
+
+        vars(self).update(state)
+        self._hold(Outputs([], 1), [])
 
     def take(self) -> dict[str, Any]:
         """End a step: its `activation_max`, 0-d on the device; {} if nothing was measured."""

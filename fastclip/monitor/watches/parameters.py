@@ -32,6 +32,8 @@ class ParameterWatch:
     (a step that was skipped) has the ratio 0, one of parameters that were all 0 the ratio infinity.
 
     The parameters are those that require a gradient when the block begins; tied ones count once.
+    Where a block exchanges a module's parameters (``load_state_dict(assign=True)``), what is there
+    at its end is compared, by name.
     DTensors (FSDP2, tensor parallel) are measured whole: all processes of their mesh have to come
     with the same blocks, and have the same numbers, after three small collectives. Of FSDP1 each
     process measures the shards it holds. Two optimizers that make one step go into one block.
@@ -50,7 +52,8 @@ class ParameterWatch:
     Raises:
         TypeError: `every` is no whole number.
         ValueError: `every` is less than 1.
-        RuntimeError: a block is entered within another one.
+        RuntimeError: a block is entered within another one; or at its end a parameter is not there
+            any more, or has another shape.
     """
 
     def __init__(self, parameters: "Parameters", every: int = 100) -> None:

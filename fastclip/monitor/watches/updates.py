@@ -32,7 +32,7 @@ class Watched:
         """A copy of those that require a gradient; None if none does."""
         entries, names = self._entries
         if self._module is not None:
-            named = dict(gradients.without_ddp(self._module).named_parameters())
+            named = _named(self._module)
             entries, names = list(named.values()), list(named)
         trained = [entry if entry.requires_grad else None for entry in entries]
         listed = Listed(trained, names)
@@ -41,23 +41,26 @@ class Watched:
         with listed.attended():
             found = gradients.sort_out(listed)
             copies = [tensor.clone() for tensor in found.tensors]
-        return Before(trained, names, replace(found, tensors=copies))
+        return Before(self._module, trained, names, replace(found, tensors=copies))
 
 
 @dataclass(frozen=True)
 class Before:
     """The parameters, each in its place, and what they were before an update."""
 
+    module: nn.Module | None
     parameters: list[Tensor | None]
     names: list[str] | None
     copies: Gradients
 
     @torch.no_grad()
     def measured(self) -> dict[str, Any]:
-        """Fields of a record, on the device. The copies become the update."""
-        listed = Listed(self.parameters, self.names)
+        """Fields of a record, on the device. The copies become the update. `RuntimeError` if a
+        parameter has gone or has another shape."""
+        listed = Listed(self._now(), self.names)
         with listed.attended():
             after = gradients.sort_out(listed)
+            _require_the_same(self.copies, after)
             of_copies = passes.measure_again(self.copies, 2.0)
             of_parameters = passes.measure_again(after, 2.0)
             _subtract_(self.copies.tensors, after.tensors)
@@ -74,6 +77,28 @@ class Before:
             "update_ratio": ratio.to(dtype),
             "layers": LayerTable(after.names, columns),
         }
+
+    def _now(self) -> list[Tensor | None]:
+        """The parameters that the module has now, which ``load_state_dict(assign=True)`` exchanges
+        for others; of an iterable, those that it had."""
+        if self.module is None or self.names is None:
+            return self.parameters
+        named, pairs = _named(self.module), zip(self.names, self.parameters, strict=True)
+        return [None if each is None else named.get(name) for name, each in pairs]
+
+
+def _named(module: nn.Module) -> dict[str, nn.Parameter]:
+    return dict(gradients.without_ddp(module).named_parameters())
+
+
+def _require_the_same(before: Gradients, after: Gradients) -> None:
+    shapes = {name: t.shape for name, t in zip(after.names, after.tensors, strict=True)}
+    for name, tensor in zip(before.names, before.tensors, strict=True):
+        if shapes.get(name) != tensor.shape:
+            raise RuntimeError(
+                f"within the block of a ParameterWatch the parameter {name!r} was removed or "
+                "replaced by one of another shape: a block goes around one update"
+            )
 
 
 def _subtract_(copies: list[Tensor], parameters: list[Tensor]) -> None:
