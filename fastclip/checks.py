@@ -5,6 +5,10 @@ from collections.abc import Callable
 from numbers import Integral, Real
 
 LARGEST = 2**63  # what an int64 counter can be compared with is under it
+_OPTIONS = (  # of a GradClipper
+    *("parameters", "max_norm", "rule", "norm_type", "nonfinite"),
+    *("process_group", "counts", "overlap"),
+)
 
 
 def require(
@@ -47,3 +51,18 @@ def number(value: object, rule: str) -> float:
     except (TypeError, ValueError, OverflowError) as error:
         kind = TypeError if isinstance(error, TypeError) else ValueError
         raise kind(f"{rule}, got {value!r:.80}") from None
+
+
+def refuse_setting(name: str, clipper: object) -> None:
+    """Raise `AttributeError` if it is an option of a clipper, which nothing would read."""
+    if name not in _OPTIONS or (name == "overlap" and name not in vars(clipper)):
+        return
+    how = f"build a new GradClipper with another {name}"
+    if name == "max_norm":
+        how += (
+            "; or, for a threshold that changes, one whose max_norm is a function of the step, or "
+            "a one-element Tensor to write into"
+        )
+    raise AttributeError(
+        f"{name} of a GradClipper cannot be set, as its options stay those it was built with: {how}"
+    )

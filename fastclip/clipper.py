@@ -13,6 +13,7 @@ from torch.optim import Optimizer
 
 from fastclip import accelerated, folding, passes, stepping, watching
 from fastclip import table as tables
+from fastclip.checks import refuse_setting
 from fastclip.gradients import Gradients, Listed, Parameters
 from fastclip.listing import Listing, require_distinct
 from fastclip.memory import Counters, Remembered
@@ -125,6 +126,12 @@ class GradClipper:
         if self.overlap is not None:
             self.overlap.watch(self._listing.read()[0])
 
+    if not TYPE_CHECKING:  # to which it would say that any attribute may be set
+
+        def __setattr__(self, name: str, value: object) -> None:
+            refuse_setting(name, self)
+            super().__setattr__(name, value)
+
     def clip_(
         self,
         optimizer: Optimizer | Sequence[Optimizer] | None = None,
@@ -179,7 +186,7 @@ class GradClipper:
         too; and while gradients accumulate, this only measures, and nothing is counted.
 
         Errors as in `clip_`; and a `TypeError` for an optimizer whose step needs a closure, as that
-        of LBFGS: call `clip_` inside the closure.
+        of LBFGS: call `clip_` inside the closure, where no step is skipped.
         """
         if torch.compiler.is_compiling():
             from fastclip import uncompiled
@@ -189,6 +196,7 @@ class GradClipper:
             return accelerated.step(self, optimizer, scaler)
         with self._attended() as listed:
             optimizers = optimizers_of(optimizer)
+            stepping.refuse_second(scaler)
             for each in optimizers:
                 stepping.refuse_closure(each)
             loss_scale = scale_of(optimizers, scaler, self._settings.policy)

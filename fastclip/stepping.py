@@ -31,7 +31,16 @@ def refuse_closure(optimizer: Optimizer) -> None:
         raise TypeError(
             f"the step of {type(optimizer).__name__} needs an argument ({needed}), and closures "
             "are not supported: call clip_ inside the closure, after backward, and the optimizer's "
-            "step yourself"
+            'step yourself. Nothing is skipped then: nonfinite="error" raises instead'
+        )
+
+
+def refuse_second(scaler: object) -> None:
+    """Raise `TypeError` if it is an optimizer, passed behind the first."""
+    if isinstance(scaler, Optimizer):
+        raise TypeError(
+            f"scaler must be a torch.amp.GradScaler, got the optimizer {type(scaler).__name__}: "
+            "several optimizers are passed as a list, clipper.step([first, second])"
         )
 
 

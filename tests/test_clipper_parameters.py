@@ -1,6 +1,7 @@
 """What a clipper can be made of, and what it clips when the model changes under it."""
 
 import copy
+import inspect
 import math
 import pickle
 import re
@@ -211,6 +212,50 @@ def test_a_tensor_threshold_may_change_between_steps() -> None:
     assert stats.threshold.item() == 3.0, "what was said of a step stays"
     assert params[0].grad is not None
     assert params[0].grad.item() == pytest.approx(2.0, rel=1e-6)
+
+
+OPTIONS = list(inspect.signature(GradClipper).parameters)
+
+
+@pytest.mark.parametrize("name", OPTIONS)
+def test_options_cannot_be_set_afterwards(name: str) -> None:
+    params = parameters(floats(3.0, 4.0))
+    clipper = GradClipper(params, 2.5)
+    told = f"{name} of a GradClipper cannot be set.*build a new GradClipper with another {name}"
+    with pytest.raises(AttributeError, match=told) as caught:
+        setattr(clipper, name, 0.001)
+    assert ("a function of the step" in str(caught.value)) == (name == "max_norm")
+    assert clipper.clip_().threshold.item() == 2.5
+
+
+def test_other_attributes_can_be_set() -> None:
+    class Own(GradClipper):
+        def __init__(self) -> None:
+            super().__init__(parameters(floats(3.0)))
+            self.history: list[float] = []
+
+    assert Own().history == []
+
+
+SCHEDULES: dict[str, tuple[Callable[..., float], str | None]] = {
+    "nothing": (lambda: 1.0, "too many positional arguments"),
+    "two": (lambda step, total: 1.0, "missing a required argument: 'total'"),
+    "by-keyword": (lambda *, step: 1.0, "too many positional arguments"),
+    "default": (lambda step, total=3: 1.0, None),
+    "any": (lambda *steps: 1.0, None),
+    "without-a-signature": (max, None),
+}
+
+
+@pytest.mark.parametrize("kind", SCHEDULES)
+def test_a_schedule_takes_a_step(kind: str) -> None:
+    function, fault = SCHEDULES[kind]
+    told = "max_norm as a function is called with the number of steps before it"
+    if fault is None:
+        assert callable(MaxNorm(function).max_norm)
+    else:
+        with pytest.raises(TypeError, match=f"{told}.*{fault}"):
+            GradClipper(parameters(floats(1.0)), function)
 
 
 BAD_ARGUMENTS: list[tuple[dict[str, Any], type[Exception], str]] = [

@@ -1,5 +1,6 @@
 """One threshold for the global norm."""
 
+import inspect
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -23,7 +24,7 @@ class MaxNorm:
             once a step with the number of steps before it, skipped ones included.
 
     Raises:
-        TypeError: `max_norm` is none of these.
+        TypeError: `max_norm` is none of these, or a function that cannot be called with a step.
         ValueError: a number is negative or NaN, or the Tensor has not one element; for a number of
             a schedule when the step comes, with nothing changed.
     """
@@ -40,6 +41,8 @@ class MaxNorm:
         elif not callable(self.max_norm):
             what = "a number of at least 0, a one-element Tensor or a function of the step"
             require("max_norm", self.max_norm, what, lambda x: x >= 0, infinite=True)
+        else:
+            _require_schedule(self.max_norm)
 
     def init(self, n: int, device: torch.device) -> State:
         return {}
@@ -63,3 +66,18 @@ class MaxNorm:
         else:
             threshold = torch.full_like(total, limit)
         return Decision(tables.coefficient(total, threshold), threshold, state)
+
+
+def _require_schedule(function: Callable[[int], float]) -> None:
+    """Raise `TypeError` if it cannot be called with a step, as far as its signature tells."""
+    try:
+        signature = inspect.signature(function)
+    except (TypeError, ValueError):  # as some that are written in C have none
+        return
+    try:
+        signature.bind(0)
+    except TypeError as error:
+        raise TypeError(
+            "max_norm as a function is called with the number of steps before it, as in "
+            f"max_norm=lambda step: 1.0; {function!r:.80} takes {signature}: {error}"
+        ) from None
