@@ -209,20 +209,25 @@ def are_plain(tensors: Iterable[Tensor]) -> bool:
 
 def of_parameters(parameters: Parameters) -> Listed:
     """List the ``.grad`` of a Tensor, an iterable of Tensors or of ``(name, Tensor)`` pairs, or an
-    ``nn.Module``; of a DistributedDataParallel under the names in what it wraps.
+    ``nn.Module``; of a compiled one or a DistributedDataParallel under the names in what it wraps.
 
     Raises `TypeError` for an entry that is none of these.
     """
     if isinstance(parameters, nn.Module):
-        parameters = without_ddp(parameters).named_parameters()
+        parameters = unwrapped(parameters).named_parameters()
     entries, names = entries_of(parameters, none_allowed=False)
     return Listed([entry.grad for entry in entries], names, entries)
 
 
-def without_ddp(module: nn.Module) -> nn.Module:
-    """What a DistributedDataParallel wraps, whose parameters have the names of the plain model and
-    not "module." before each; any other module as it is."""
-    return module.module if isinstance(module, nn.parallel.DistributedDataParallel) else module
+def unwrapped(module: nn.Module) -> nn.Module:
+    """What a DistributedDataParallel or ``torch.compile`` wraps, whose parameters have the names of
+    the plain model and not "module." or "_orig_mod." before each; any other module as it is."""
+    if isinstance(module, nn.parallel.DistributedDataParallel):
+        return unwrapped(module.module)
+    dynamo = sys.modules.get("torch._dynamo.eval_frame")  # nobody has a compiled one without it
+    if dynamo is not None and isinstance(module, dynamo.OptimizedModule):
+        return unwrapped(module._orig_mod)
+    return module
 
 
 def of_tensors(tensors: Tensors) -> Listed:

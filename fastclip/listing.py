@@ -8,7 +8,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from fastclip.gradients import Parameters, entries_of, without_ddp
+from fastclip.gradients import Parameters, entries_of, unwrapped
 
 _PARAMETERS = attrgetter("_parameters")
 _MODULES = attrgetter("_modules")
@@ -26,7 +26,7 @@ class Listing:
         self._tensors: list[Tensor] = []
         self._names: Sequence[str] | None = None
         if isinstance(parameters, nn.Module):
-            self._module = without_ddp(parameters)
+            self._module = unwrapped(parameters)
         else:
             self._tensors, names = entries_of(parameters, none_allowed=False)
             self._names = names and tuple(names)

@@ -15,6 +15,11 @@ Policy = Literal["skip", "zero", "error", "propagate"]
 POLICIES: tuple[str, ...] = get_args(Policy)
 
 SHOWN = 10  # offenders an error message lists
+_COMPILED = (
+    "to raise for gradients that are not finite the host looks at a value, which ends the graph: "
+    "leave out error_if_nonfinite=True, call fastclip outside of what is compiled, or compile "
+    "without fullgraph=True"
+)
 
 
 def refuse(table: Tensor, listed: Listed, found: Gradients, p: float, instead: str) -> None:
@@ -22,6 +27,8 @@ def refuse(table: Tensor, listed: Listed, found: Gradients, p: float, instead: s
 
     The counts tell, where a norm may just overflow. Waits for the device.
     """
+    if torch.compiler.is_compiling():
+        torch._dynamo.graph_break(msg=_COMPILED)
     counts = table[:, tables.NAN : tables.INF + 1].tolist()
     bad = [(row, nan, inf) for row, (nan, inf) in enumerate(counts) if nan or inf]
     if not bad:
@@ -35,8 +42,11 @@ def refuse(table: Tensor, listed: Listed, found: Gradients, p: float, instead: s
         for row, nan, inf in bad[:SHOWN]
     )
     more = f" and {len(bad) - SHOWN} more" if len(bad) > SHOWN else ""
+    named = ""
+    if listed.names is None:
+        named = ". Pass the module or (name, Tensor) pairs to have names instead of positions"
     raise RuntimeError(
-        f"the gradients are not finite, so their norm of order {p:g} means nothing: {shown}{more}. "
+        f"the gradients are not finite, so their norm of order {p:g} means nothing: {shown}{more}{named}. "
         f"No gradient has been changed; {instead}"
     )
 

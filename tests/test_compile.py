@@ -17,6 +17,7 @@ from torch.optim import SGD, AdamW, Optimizer
 
 import fastclip
 from fastclip.integrations.torch import patch
+from fastclip.rules import AdaGC
 from fastclip.testing.compare import bitwise_equal
 from tests.making import floats, grads_of, parameters
 
@@ -202,6 +203,34 @@ def test_a_clipper_is_called_outside_of_the_graph(name: str) -> None:
     assert other.counters()["steps"] == one.counters()["steps"]
     with pytest.raises(Unsupported, match=r"compile fastclip\.clip_grad_norm_ instead"):
         torch.compile(go, backend="eager", fullgraph=True)()
+
+
+@pytest.mark.parametrize("call", ["clip_grad_norm_", "get_total_norm"])
+def test_error_if_nonfinite_is_refused_in_one_graph(call: str) -> None:
+    params = parameters(floats(3.0, math.nan))
+
+    def go() -> Tensor:
+        if call == "get_total_norm":
+            return fastclip.get_total_norm([p.grad for p in params], error_if_nonfinite=True)
+        return fastclip.clip_grad_norm_(params, 1.0, error_if_nonfinite=True)
+
+    with pytest.raises(Unsupported, match="leave out error_if_nonfinite=True, call fastclip out"):
+        torch.compile(go, backend="eager", fullgraph=True)()
+    with pytest.raises(RuntimeError, match="position 0 .1 NaN, 0 inf."):
+        torch.compile(go, backend="eager")()
+
+
+def test_names_of_a_compiled_module_are_those_of_the_plain_one() -> None:
+    model = nn.Sequential(nn.Linear(4, 2), nn.Linear(2, 1))
+    compiled = torch.compile(model, backend="eager")
+    assert isinstance(compiled, nn.Module)
+    compiled(torch.randn(3, 4)).sum().backward()
+    names = ("0.weight", "0.bias", "1.weight", "1.bias")
+    clipper = fastclip.GradClipper(compiled, rule=AdaGC())
+    assert clipper.clip_().names == fastclip.grad_stats(compiled).names == names
+    plain = fastclip.GradClipper(model, rule=AdaGC())
+    plain.load_state_dict(clipper.state_dict())  # where it would warn of names it has not
+    assert plain.state_dict()["counters"]["steps"] == 1
 
 
 def test_functions_compiled_before_and_after_a_patch() -> None:

@@ -154,12 +154,22 @@ def test_get_total_norm_locates_nonfinite_tensors() -> None:
         fastclip.get_total_norm([floats(1.0), None, floats(NAN)], error_if_nonfinite=True)
 
 
+def test_positions_come_with_how_to_get_names() -> None:
+    params = parameters(floats(1.0), floats(INF))
+    told = r"position 1 \(0 NaN, 1 inf\)\. Pass the module or \(name, Tensor\) pairs to have names"
+    with pytest.raises(RuntimeError, match=told):
+        fastclip.clip_grad_norm_(params, 1.0, error_if_nonfinite=True)
+    with pytest.raises(RuntimeError, match=told):
+        fastclip.GradClipper(params, nonfinite="error").clip_()
+
+
 def test_nonfinite_parameters_are_named() -> None:
     params = parameters(floats(1.0), floats(INF))
     named = list(zip(("embed.weight", "head.bias"), params, strict=True))
     with pytest.raises(RuntimeError, match=r"head\.bias") as caught:
         fastclip.clip_grad_norm_(named, 1.0, error_if_nonfinite=True)
     assert "embed.weight" not in str(caught.value)
+    assert "to have names" not in str(caught.value)
 
 
 def test_at_most_ten_offenders_are_listed() -> None:

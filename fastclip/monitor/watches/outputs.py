@@ -16,7 +16,7 @@ from torch.utils.hooks import RemovableHandle
 
 from fastclip import backends
 from fastclip import table as tables
-from fastclip.gradients import without_ddp
+from fastclip.gradients import unwrapped
 
 PENDING = 1024  # calls after which their rows become one for each module
 
@@ -224,7 +224,7 @@ def watched(
         raise TypeError(f"model must be a torch.nn.Module, got {type(model).__name__}")
     modules = [
         (name, module)
-        for name, module in without_ddp(model).named_modules()
+        for name, module in unwrapped(model).named_modules()
         if chosen is None or chosen(name, module)
     ]
     if not modules:

@@ -88,7 +88,7 @@ class Before:
 
 
 def _named(module: nn.Module) -> dict[str, nn.Parameter]:
-    return dict(gradients.without_ddp(module).named_parameters())
+    return dict(gradients.unwrapped(module).named_parameters())
 
 
 def _require_the_same(before: Gradients, after: Gradients) -> None:
