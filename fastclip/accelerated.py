@@ -81,7 +81,7 @@ def _require_plain(wrapper: Any) -> None:
     module = sys.modules["accelerate.optimizer"]
     if type(wrapper) is not module.AcceleratedOptimizer:
         raise TypeError(
-            f"a {type(wrapper).__name__} does not step the optimizer that it wraps: its engine "
+            f"{type(wrapper).__name__} does not step the optimizer that it wraps: its engine "
             "clips and steps by itself, and is told the threshold in its own configuration"
         )
     kind = wrapper.accelerator_state.distributed_type

@@ -1,10 +1,18 @@
-"""Which line of the user's has called, through whatever of torch and of fastclip lies between."""
+"""Which line of the user's has called, through whatever of torch, of fastclip and of frameworks
+lies between."""
 
 import sys
 from types import FrameType
 
-# Modules whose frames are not the user's; the last three hold the wrapper of deprecated functions.
-_INSIDE = frozenset({"torch", "fastclip", "typing_extensions", "warnings", "_py_warnings"})
+# Modules whose frames are not the user's.
+_INSIDE = frozenset(
+    {
+        *("torch", "fastclip"),
+        *("accelerate", "transformers", "trl"),
+        *("lightning", "lightning_fabric", "pytorch_lightning"),
+        *("typing_extensions", "warnings", "_py_warnings"),  # the wrapper of deprecated functions
+    }
+)
 
 
 def line() -> tuple[str, int]:

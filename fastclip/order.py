@@ -354,7 +354,7 @@ def _optimizers(given: Any) -> list[Optimizer]:
             )
         if not hasattr(optimizer, "_optimizer_step_pre_hooks"):
             raise TypeError(
-                f"optimizer {position}, a {type(optimizer).__name__}, has no step hooks, as its "
+                f"optimizer {position} ({type(optimizer).__name__}) has no step hooks, as its "
                 "class does not call Optimizer.__init__; pass the optimizer that it wraps"
             )
     return list(dict.fromkeys(optimizers))

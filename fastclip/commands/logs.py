@@ -45,7 +45,8 @@ class Log:
         except OSError as error:
             raise InputError(f"cannot read {self.path!r}: {error.strerror}") from error
         if not self.records:
-            raise InputError(f"there are no records in {self.path!r}")
+            none = ": no line of it is a record" if self.skipped_lines else ""
+            raise InputError(f"there are no records in {self.path!r}{none}")
 
     def report_skipped(self) -> None:
         """List the lines that are no records on stderr."""

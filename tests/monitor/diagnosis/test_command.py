@@ -117,11 +117,11 @@ def test_a_page_with_a_baseline(log: str, tmp_path: Path, capsys: Capture) -> No
 WRONG = {
     "diagnose": "the following arguments are required: LOG",
     "diagnose {missing}": "cannot read '{missing}': No such file or directory",
-    "diagnose {empty}": "there are no records in '{empty}'",
-    "diagnose {garbage} --json": "there are no records in '{garbage}'",
+    "diagnose {empty}": "there are no records in '{empty}'\n",
+    "diagnose {garbage} --json": "there are no records in '{garbage}': no line of it is a record\n",
     "diagnose {log} --baseline": "argument --baseline: expected one argument",
     "diagnose {log} --baseline {missing}": "cannot read '{missing}': No such file or directory",
-    "diagnose {log} --baseline {garbage}": "there are no records in '{garbage}'",
+    "diagnose {log} --baseline {garbage}": "there are no records in '{garbage}': no line of it is a record\n",
     "diagnose {log} --good {log}": "unrecognized arguments: --good {log}",
 }
 
