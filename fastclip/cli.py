@@ -1,8 +1,7 @@
 """Argument parsing and exit statuses of `fastclip`; the work is in fastclip.commands.
 
 Nothing here imports torch: `fastclip --help` answers at once, and each command imports what it
-needs when it runs. Exit statuses: 0 fine, 1 the command found something wrong, 2 wrong input,
-130 interrupted.
+needs when it runs.
 """
 
 import argparse
@@ -26,6 +25,11 @@ COMMANDS = {
     "diagnose": "the log of a run: symptom, boundary, what to do, and how to see that it helped",
     "report": "the log of a run, or of two beside each other, as one page to look at",
 }
+
+STATUSES = (
+    "Exit status: 0 done, whatever a log told; 1 from check, a backend does not agree with the "
+    "reference, and from doctor, no backend works or not the one asked for; 2 wrong input."
+)
 
 LOG: tuple[str, dict[str, Any]] = ("log", {"metavar": "LOG", "help": "a log in JSONL"})
 # Beside --json: the arguments of the command's run().
@@ -103,7 +107,9 @@ class _Parser(argparse.ArgumentParser):
 
 def _parser() -> argparse.ArgumentParser:
     parser = _Parser(
-        prog="fastclip", description="Fused gradient clipping and gradient statistics for PyTorch."
+        prog="fastclip",
+        description="Fused gradient clipping and gradient statistics for PyTorch.",
+        epilog=STATUSES,
     )
     parser.add_argument("--version", action="version", version=f"fastclip {__version__}")
     commands = parser.add_subparsers(dest="command", metavar="COMMAND", title="commands")

@@ -71,6 +71,7 @@ def test_help_lists_the_commands() -> None:
     for command in commands:
         assert re.search(rf"^    {command}\s", done.stdout, re.MULTILINE)
     assert max(map(len, done.stdout.splitlines())) <= 80
+    assert "Exit status: 0 done, whatever a log told; 1 from check" in " ".join(done.stdout.split())
 
 
 @pytest.mark.parametrize(

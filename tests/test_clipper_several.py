@@ -174,6 +174,24 @@ def test_a_scheduled_step_needs_no_closure(name: str) -> None:
     assert training.differences(training.values(params), before)
 
 
+@pytest.mark.parametrize("scaled", [False, True], ids=["plain", "scaler"])
+@pytest.mark.parametrize("fused", [False, True], ids=["loop", "fused"])
+def test_a_scheduler_after_a_first_step_that_was_skipped(fused: bool, scaled: bool) -> None:
+    """What docs/clipper.md says of it: torch has seen no step of an optimizer that is not fused."""
+    parameter = torch.nn.Parameter(torch.ones(2))
+    made = torch.optim.AdamW([parameter], fused=fused)
+    schedule = torch.optim.lr_scheduler.StepLR(made, 1)
+    scaler = torch.amp.GradScaler("cpu", enabled=scaled)
+    scaler.scale(parameter.sum() * torch.nan).backward()
+    assert GradClipper([parameter]).step(made, scaler).skipped
+    scaler.update()
+    if fused:
+        schedule.step()
+    else:
+        with pytest.warns(UserWarning, match=r"lr_scheduler\.step\(\)` before `optimizer\.step"):
+            schedule.step()
+
+
 def linear() -> torch.nn.Module:
     model = torch.nn.Linear(2, 2)
     for parameter in model.parameters():

@@ -1,5 +1,6 @@
 """Hooks of mkdocs: what the pages of the documentation get beside their own Markdown.
 
+* There is no page for a server's errors.
 * CONTRIBUTING.md and CHANGELOG.md are pages of it.
 * Files of the repository that a page links to (results, examples) are copied beside the pages.
 * A block with ``$ fastclip ... --help`` gets what that prints.
@@ -29,6 +30,10 @@ COPIES = "repository"  # the folder of the site with copies of files
 _FENCE = re.compile(r"^( *)(```+).*?^\1\2 *$", re.MULTILINE | re.DOTALL)
 _LINK = re.compile(r"(\]\()([^)\s#:]+)(?=[#)])")
 _HELP = re.compile(r"^\$ (fastclip(?: \w+)? --help)$", re.MULTILINE)
+
+
+def on_config(config: MkDocsConfig) -> None:
+    config.theme.static_templates.discard("404.html")  # for a server: its links begin with a slash
 
 
 def on_files(files: Files, config: MkDocsConfig) -> None:

@@ -42,7 +42,7 @@ def _quiet(opened: Browser) -> Iterator[None]:
     assert opened.complaints() == []
 
 
-@pytest.mark.parametrize("page", [page for page in BUILT if page != "404.html"])
+@pytest.mark.parametrize("page", BUILT)
 def test_page(opened: Browser, site: Path, page: str) -> None:
     open_page(opened, site / page)
     grounds = set()
