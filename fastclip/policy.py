@@ -46,8 +46,8 @@ def refuse(table: Tensor, listed: Listed, found: Gradients, p: float, instead: s
     if listed.names is None:
         named = ". Pass the module or (name, Tensor) pairs to have names instead of positions"
     raise RuntimeError(
-        f"the gradients are not finite, so their norm of order {p:g} means nothing: {shown}{more}{named}. "
-        f"No gradient has been changed; {instead}"
+        f"the gradients are not finite, so their norm of order {p:g} means nothing: {shown}{more}"
+        f"{named}. No gradient has been changed; {instead}"
     )
 
 

@@ -4,7 +4,7 @@ import inspect
 import math
 from collections.abc import Callable
 from contextlib import nullcontext
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
@@ -216,7 +216,7 @@ def test_error_if_nonfinite_is_refused_in_one_graph(call: str) -> None:
 
     with pytest.raises(Unsupported, match="leave out error_if_nonfinite=True, call fastclip out"):
         torch.compile(go, backend="eager", fullgraph=True)()
-    with pytest.raises(RuntimeError, match="position 0 .1 NaN, 0 inf."):
+    with pytest.raises(RuntimeError, match=r"position 0 \(1 NaN, 0 inf\)"):
         torch.compile(go, backend="eager")()
 
 
@@ -231,6 +231,17 @@ def test_names_of_a_compiled_module_are_those_of_the_plain_one() -> None:
     plain = fastclip.GradClipper(model, rule=AdaGC())
     plain.load_state_dict(clipper.state_dict())  # where it would warn of names it has not
     assert plain.state_dict()["counters"]["steps"] == 1
+
+
+def test_names_of_a_compiled_part() -> None:
+    """What docs/compile.md says of them."""
+    model = nn.Sequential(nn.Linear(4, 2), nn.Linear(2, 1))
+    model[0].compile(backend="eager")
+    model.add_module("1", cast(nn.Module, torch.compile(model[1], backend="eager")))
+    for parameter in model.parameters():
+        parameter.grad = torch.ones_like(parameter)
+    names = ("0.weight", "0.bias", "1._orig_mod.weight", "1._orig_mod.bias")
+    assert fastclip.GradClipper(model).measure().names == names
 
 
 def test_functions_compiled_before_and_after_a_patch() -> None:

@@ -243,7 +243,7 @@ def test_what_cannot_be_served_is_refused_before_anything_changes() -> None:
     second = accelerate.optimizer.AcceleratedOptimizer(
         torch.optim.SGD(s.model.parameters(), lr=0.1), scaler=scaler
     )
-    with pytest.raises(TypeError, match="^Engine does not step the optimizer that it wraps"):
+    with pytest.raises(TypeError, match=r"^Engine does not step the optimizer that it wraps"):
         s.clipper.step(engine(s.inner))
     with pytest.raises(TypeError, match="scaler must be the one that accelerate has given"):
         s.clipper.step(s.optimizer, torch.amp.GradScaler("cpu"))

@@ -121,7 +121,7 @@ WRONG = {
     "diagnose {garbage} --json": "there are no records in '{garbage}': no line of it is a record\n",
     "diagnose {log} --baseline": "argument --baseline: expected one argument",
     "diagnose {log} --baseline {missing}": "cannot read '{missing}': No such file or directory",
-    "diagnose {log} --baseline {garbage}": "there are no records in '{garbage}': no line of it is a record\n",
+    "diagnose {log} --baseline {garbage}": "there are no records in '{garbage}': no line of it",
     "diagnose {log} --good {log}": "unrecognized arguments: --good {log}",
 }
 
