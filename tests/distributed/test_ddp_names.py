@@ -1,12 +1,15 @@
 """A DistributedDataParallel given as the parameters: names are those of the model it wraps."""
 
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
 
 import fastclip
 from fastclip import GradClipper
+from fastclip.distributed import Attribution, attribution_hook
 from fastclip.rules import AdaGC
 from tests.distributed.ddp import Layers, backward, batch, layers
 from tests.distributed.ranks import Pool
@@ -41,3 +44,19 @@ def test_names_have_no_prefix_under_ddp(ranks: Pool, size: int) -> None:
         plain = GradClipper(Layers(True, torch.float32), rule=AdaGC())
         plain.load_state_dict(state)  # where it would warn of names that are not known
         assert plain.state_dict()["counters"]["steps"] == 1
+
+
+def compiled() -> tuple[tuple[str, ...], tuple[str, ...]]:
+    model = DistributedDataParallel(
+        cast(nn.Module, torch.compile(Layers(True, torch.float32), backend="eager"))
+    )
+    attribution = Attribution(model)
+    model.register_comm_hook(attribution, attribution_hook)
+    backward(model, batch(0))
+    return attribution.local().names, GradClipper(model).clip_().names
+
+
+def test_names_have_no_prefix_of_a_compiled_model_under_ddp(ranks: Pool) -> None:
+    ((attributed, clipped),) = ranks.run(1, compiled)
+    assert list(clipped) == NAMES
+    assert sorted(attributed) == sorted(NAMES)
