@@ -139,7 +139,8 @@ class GradClipper:
         With a `scaler`, the loss scale of all gradients of `optimizer` (one, or several whose
         gradients have one global norm) is taken out as ``scaler.unscale_`` does; then call
         ``scaler.step`` of each and ``scaler.update``. Gradients that the user has unscaled already
-        are just clipped. Without a scaler, `optimizer` changes nothing; but of one that accelerate
+        are just clipped; once a backward has added to what `clip_` took the scale out of, only
+        after ``scaler.update``. Without a scaler, `optimizer` changes nothing; but of one that accelerate
         has prepared, this only measures while gradients accumulate, as `step` does.
 
         Raises:
@@ -159,6 +160,7 @@ class GradClipper:
         with self._attended() as listed:
             loss_scale = scale_of(optimizer, scaler, self._settings.policy)
             stats, _ = self._advance(listed, loss_scale, ())
+        loss_scale.note_clipped()
         for each in loss_scale.optimizers:  # of the scaler's steps to come
             folding.ready_to_skip(each)
         return stats

@@ -4,6 +4,7 @@ A scaler keeps, per optimizer, a stage (READY, UNSCALED or STEPPED since its las
 flags that its step and update go by. They are private to torch: every use of them is in this file.
 """
 
+import weakref
 from collections.abc import Iterable, Sequence
 from typing import Any
 
@@ -21,6 +22,9 @@ ORDER = (
     "the order is scaler.scale(loss).backward(), then clipper.step(optimizer, scaler=scaler) or "
     "clipper.clip_(optimizer, scaler=scaler) and scaler.step(optimizer), then scaler.update()"
 )
+
+# In a scaler's state of an optimizer, which its update drops: the gradients as clip_ left them.
+_LEFT = "left by fastclip"
 
 # Lightning's: their step asks the framework's scaler, which knows only the optimizer inside.
 _WRAPPERS = ("LightningOptimizer", "_FabricOptimizer")
@@ -53,6 +57,9 @@ class WithoutScaler:
     def record(self, found: Tensor) -> None:
         """Leave the scaler as its ``unscale_`` does: with a flag for its step and its update."""
 
+    def note_clipped(self) -> None:
+        """Remember the gradients as they are, so that a backward that adds to them is noticed."""
+
     def step(self, optimizer: Optimizer) -> None:
         """``scaler.step``: steps unless the flag is set."""
         optimizer.step()
@@ -76,6 +83,13 @@ class WithScaler(WithoutScaler):
             raise RuntimeError(
                 "scaler.step(optimizer) has been called since the last scaler.update(), so it is "
                 f"too late to clip: {ORDER}"
+            )
+        if any(_written_since(scaler, optimizer) for optimizer in optimizers):
+            raise RuntimeError(
+                "gradients have been written since clipper.clip_ took the loss scale out of them: "
+                "what a backward has added is still multiplied by it. Clip once per "
+                f"scaler.update(), after the last micro-batch: {ORDER}. Gradients that you have "
+                "changed yourself are clipped by clipper.clip_() without the scaler"
             )
         unscaled = OptState.UNSCALED in stages
         if unscaled and set(stages) != {OptState.UNSCALED}:
@@ -153,6 +167,11 @@ class WithScaler(WithoutScaler):
             state["found_inf_per_device"] = {flag.device: flag}
             state["stage"] = OptState.UNSCALED
 
+    def note_clipped(self) -> None:
+        for optimizer in self.optimizers:
+            state = self._scaler._per_optimizer_states[id(optimizer)]
+            state[_LEFT] = _marks(optimizer)
+
     def step(self, optimizer: Optimizer) -> None:
         self._scaler.step(optimizer)
 
@@ -221,6 +240,32 @@ def claims_flags(optimizer: Optimizer) -> bool:
 
 def _state(scaler: GradScaler, optimizer: Optimizer) -> dict[str, Any]:
     return scaler._per_optimizer_states.get(id(optimizer), {"stage": OptState.READY})
+
+
+def _marks(optimizer: Optimizer) -> dict[int, "tuple[weakref.ref[Tensor], int]"]:
+    """Each gradient by its id, with its version."""
+    return {id(grad): (weakref.ref(grad), _version(grad)) for grad in _gradients(optimizer)}
+
+
+def _written_since(scaler: GradScaler, optimizer: Optimizer) -> bool:
+    """Whether a gradient is not as `clip_` has left it, if it did since the scaler's update."""
+    left = _state(scaler, optimizer).get(_LEFT)
+    if left is None:
+        return False
+    for grad in _gradients(optimizer):
+        of, version = left.get(id(grad), (None, 0))
+        if of is None or of() is not grad or version != _version(grad):
+            return True
+    return False
+
+
+def _gradients(optimizer: Optimizer) -> list[Tensor]:
+    found = [p.grad for group in optimizer.param_groups for p in group["params"]]
+    return [grad for grad in found if grad is not None]
+
+
+def _version(grad: Tensor) -> int:
+    return 0 if grad.is_inference() else grad._version  # of which those have none
 
 
 def _parameters(optimizer: Optimizer) -> list[Tensor]:
