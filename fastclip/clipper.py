@@ -138,9 +138,10 @@ class GradClipper:
 
         With a `scaler`, the loss scale of all gradients of `optimizer` (one, or several whose
         gradients have one global norm) is taken out as ``scaler.unscale_`` does; then call
-        ``scaler.step`` of each and ``scaler.update``. Gradients that the user or another `clip_` has
-        unscaled already are just clipped. Without a scaler, `optimizer` changes nothing; but of one
-        that accelerate has prepared, this only measures while gradients accumulate, as `step` does.
+        ``scaler.step`` of each and ``scaler.update``. Gradients that the user or another `clip_`
+        has unscaled already are just clipped. Without a scaler, `optimizer` changes nothing; but of
+        one that accelerate has prepared, this only measures while gradients accumulate, as `step`
+        does.
 
         Raises:
             TypeError: a `scaler` without `optimizer`, or a gradient is of an unsupported type.

@@ -6,6 +6,7 @@ flags that its step and update go by. They are private to torch: every use of th
 
 import weakref
 from collections.abc import Iterable, Sequence
+from operator import is_
 from typing import Any
 
 import torch
@@ -170,7 +171,7 @@ class WithScaler(WithoutScaler):
     def note_clipped(self) -> None:
         for optimizer in self.optimizers:
             state = self._scaler._per_optimizer_states[id(optimizer)]
-            state[_LEFT] = _marks(optimizer)
+            state[_LEFT] = _marks(_gradients(optimizer))
 
     def step(self, optimizer: Optimizer) -> None:
         self._scaler.step(optimizer)
@@ -242,21 +243,26 @@ def _state(scaler: GradScaler, optimizer: Optimizer) -> dict[str, Any]:
     return scaler._per_optimizer_states.get(id(optimizer), {"stage": OptState.READY})
 
 
-def _marks(optimizer: Optimizer) -> dict[int, "tuple[weakref.ref[Tensor], int]"]:
-    """Each gradient by its id, with its version."""
-    return {id(grad): (weakref.ref(grad), _version(grad)) for grad in _gradients(optimizer)}
+def _marks(gradients: Sequence[Tensor]) -> tuple[list["weakref.ref[Tensor]"], list[int]]:
+    """The gradients and their versions, of which those of inference mode have none."""
+    counted = gradients
+    if any(map(Tensor.is_inference, gradients)):
+        counted = [grad for grad in gradients if not grad.is_inference()]
+    return list(map(weakref.ref, gradients)), [grad._version for grad in counted]
 
 
 def _written_since(scaler: GradScaler, optimizer: Optimizer) -> bool:
-    """Whether a gradient is not as `clip_` has left it, if it did since the scaler's update."""
+    """Whether the gradients are not as `clip_` has left them, if it did since the scaler's update.
+
+    If there are none any more, nothing is mixed.
+    """
     left = _state(scaler, optimizer).get(_LEFT)
-    if left is None:
+    gradients = [] if left is None else _gradients(optimizer)
+    if left is None or not gradients:
         return False
-    for grad in _gradients(optimizer):
-        of, version = left.get(id(grad), (None, 0))
-        if of is None or of() is not grad or version != _version(grad):
-            return True
-    return False
+    refs, versions = left
+    same = len(refs) == len(gradients) and all(map(is_, [ref() for ref in refs], gradients))
+    return not same or versions != _marks(gradients)[1]
 
 
 def _gradients(optimizer: Optimizer) -> list[Tensor]:

@@ -334,3 +334,17 @@ def test_two_clippers_on_one_scaler(optimizer: str) -> None:
         assert skipped == [step in (8, 9), step == 9]
         assert our_scaler.get_scale() == their_scaler.get_scale(), f"step {step}"
         training.near(ours, theirs, RELATIVE, when=f"step {step}")
+
+
+def test_gradients_of_inference_mode_have_no_versions() -> None:
+    """They are compared by what they are alone: no backward can add to them."""
+    params, scaler = {"w": torch.nn.Parameter(torch.ones(3))}, make_scaler()
+    made, clipper = torch.optim.SGD(params.values(), lr=1.0), GradClipper(params.items(), 1.0)
+    scaler.scale(torch.zeros(()))
+    with torch.inference_mode():
+        params["w"].grad = torch.full((3,), 8192.0)
+        clipper.clip_(made, scaler)
+        assert clipper.clip_(made, scaler).total_norm.item() == pytest.approx(1.0, rel=1e-5)
+        params["w"].grad = torch.full((3,), 8192.0)
+        with pytest.raises(RuntimeError, match="have been written since"):
+            clipper.clip_(made, scaler)
