@@ -21,7 +21,7 @@ from fastclip.integrations._clipping import BeforeStep, options_of
 from fastclip.integrations._critical import Alarms, OnCritical, require_answers
 from fastclip.integrations._entries import Entries, Layers, require_layers
 from fastclip.integrations._entries import block_of as block_of
-from fastclip.integrations._rollbacks import Rollbacks
+from fastclip.integrations._rollbacks import Past, Rollbacks
 from fastclip.integrations._trainers import (
     inner_of,
     log_step_of,
@@ -147,7 +147,7 @@ class GradClipCallback(Callback):
         self._alarms = [Alarms() for _ in self.monitors]
         self._held: list[BeforeStep] = []
         self._rollbacks: Rollbacks | None = None
-        self._used = 0  # rollbacks of earlier calls of fit
+        self._earlier: list[Past] = []  # rollbacks of earlier calls of fit
         self._undone = 0  # updates that the trainer's global_step counts and that were taken back
         self._saved: Mapping[str, Any] | None = None  # loaded, and not yet taken up
         self._backward = False  # whether there was one in this batch
@@ -164,11 +164,15 @@ class GradClipCallback(Callback):
 
     @property
     def rollbacks(self) -> int:
-        """How often training went back, over all calls of ``fit``."""
-        return self._used if self._rollbacks is None else self._rollbacks.used
+        """How often training went back, in all calls of ``fit`` since it began at step 0."""
+        return len(self._past)
+
+    @property
+    def _past(self) -> list[Past]:
+        return self._earlier if self._rollbacks is None else self._rollbacks.past
 
     def on_fit_start(self, trainer: "Trainer", pl_module: "LightningModule") -> None:
-        require_suitable(trainer, pl_module)
+        require_suitable(trainer, pl_module, GradClipCallback)
         require_monitors(trainer, self.monitors)
         if isinstance(self._on_critical, RollbackPolicy):
             require_going_back(trainer, pl_module)
@@ -179,7 +183,7 @@ class GradClipCallback(Callback):
         if saved is not None:
             self._take_up(saved)
         if trainer.global_step == 0:
-            self._undone = 0
+            self._undone, self._earlier = 0, []
         self._training = True
         self._loss = self._validated = None
         self._going_on = False
@@ -260,7 +264,7 @@ class GradClipCallback(Callback):
             "clippers": [clipper.state_dict() for clipper in self.clippers],
             "monitors": [each and each.state_dict() for each in self.monitors],
             "counted": [each.entries.counted for each in self._held],
-            "rollbacks": self.rollbacks,
+            "rollbacks": self._past,
             "undone": self._undone,
         }
 
@@ -318,7 +322,7 @@ class GradClipCallback(Callback):
                     part.load_state_dict(state)
         for held, counted in zip(self._held, saved["counted"], strict=True):
             held.entries.counted = dict(counted)
-        self._used, self._undone = saved["rollbacks"], saved["undone"]
+        self._earlier, self._undone = saved["rollbacks"], saved["undone"]
 
     def _recovering(
         self, trainer: "Trainer", pl_module: "LightningModule", policy: RollbackPolicy
@@ -334,7 +338,7 @@ class GradClipCallback(Callback):
             parts if scaler is None else parts | {"scaler": scaler},
             policy,
             first=trainer.global_step - self._undone,
-            used=self._used,
+            earlier=self._earlier,
             every=self._checkpoint_every,
             keep=self._keep,
         )
@@ -350,7 +354,7 @@ class GradClipCallback(Callback):
         for held in self._held:
             held.withdraw()
         if self._rollbacks is not None:
-            self._used = self.rollbacks
+            self._earlier = self._rollbacks.past
             self._rollbacks.close()
             self._rollbacks = None
             self._folder.cleanup()
