@@ -2,7 +2,8 @@
 
 import shutil
 import sys
-from collections.abc import Generator, Iterable, Mapping, Sequence
+from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, cast
 
@@ -74,21 +75,29 @@ class Rollbacks:
         return [(n.step, n.onset, n.target, n.skipped) for n in self.recovery.rollbacks]
 
     def next_step(self) -> int:
-        """The number of updates before the step that begins; saves the state when that is due."""
-        return next(self._loop)[0]
+        """The number of updates before the step that begins; saves the state when that is due.
+
+        Events that a monitor then has of late, as of numbers on a device, may make it go back.
+        """
+        with self._scheduled():
+            return next(self._loop)[0]
 
     def back(self, events: Iterable[Event]) -> int | None:
         """Go back at once if the policy says so; the number of updates that are left, or None."""
         if not self.recovery.handle(events):
             return None
+        with self._scheduled():
+            return self.recovery.restore()
+
+    @contextmanager
+    def _scheduled(self) -> Iterator[None]:
         options = [
             {name: value for name, value in group.items() if name != "params"}
             for group in self._optimizer.param_groups
         ]
-        step = self.recovery.restore()
+        yield
         for group, own in zip(self._optimizer.param_groups, options, strict=True):
             group.update(own)
-        return step
 
     def close(self) -> None:
         self._loop.close()

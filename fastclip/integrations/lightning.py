@@ -5,7 +5,7 @@ imported already, else of the one that is installed.
 """
 
 import sys
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
@@ -109,14 +109,14 @@ class GradClipCallback(Callback):
     comes on top of it), other callbacks, and what was logged. So a run of `max_steps` ends with
     that many updates less those taken back. States to go back to are those of this call of ``fit``.
 
-    Checkpoints of the trainer contain the clippers, the monitors, and the number of rollbacks used.
+    Checkpoints of the trainer contain the clippers, the monitors, and the rollbacks so far.
 
     Raises:
         TypeError, ValueError: an argument is of a wrong type or value; when training starts, also
             where `monitor` does not go with the optimizers, or a rollback with the trainer.
-        RuntimeError: when training starts, where the trainer or the module clips as well, there is
-            no optimizer, or the strategy has gradients that cannot be clipped so; or when all
-            rollbacks are used, or the optimizer that one would restore was replaced.
+        RuntimeError: when training starts, where the trainer, the module or another such callback
+            clips as well, there is no optimizer, or the strategy's gradients cannot be clipped so;
+            or when all rollbacks are used, or the optimizer that one would restore was replaced.
     """
 
     def __init__(
@@ -159,7 +159,7 @@ class GradClipCallback(Callback):
 
     @property
     def clippers(self) -> list[GradClipper]:
-        """One for each optimizer, in their order; none before training starts."""
+        """One for each optimizer, in order; none before training starts."""
         return [each.clipper for each in self._held]
 
     @property
@@ -184,9 +184,8 @@ class GradClipCallback(Callback):
             self._take_up(saved)
         if trainer.global_step == 0:
             self._undone, self._earlier = 0, []
-        self._training = True
+        self._training, self._going_on = True, False
         self._loss = self._validated = None
-        self._going_on = False
         if isinstance(self._on_critical, RollbackPolicy):
             self._rollbacks = self._recovering(trainer, pl_module, self._on_critical)
 
@@ -196,7 +195,7 @@ class GradClipCallback(Callback):
         self._backward = False
         self._started = trainer.global_step
         if self._rollbacks is not None and not self._going_on:
-            self._undone = trainer.global_step - self._rollbacks.next_step()
+            self._go_back(trainer, self._rollbacks.next_step())
         self._going_on = True
 
     def on_after_backward(self, trainer: "Trainer", pl_module: "LightningModule") -> None:
@@ -343,9 +342,9 @@ class GradClipCallback(Callback):
             keep=self._keep,
         )
 
-    def _roll_back(self, trainer: "Trainer", rollbacks: Rollbacks, events: Iterable[Event]) -> None:
-        step = rollbacks.back(events)
-        if step is not None:
+    def _go_back(self, trainer: "Trainer", step: int | None) -> None:
+        """Note that so many updates are left, if that is fewer than there were."""
+        if step is not None and trainer.global_step - step != self._undone:
             self._undone = trainer.global_step - step
             self._held[0].entries.begin(self._held[0].clipper)
 
@@ -394,7 +393,7 @@ class GradClipCallback(Callback):
     ) -> bool:
         """Go back, or tell of what is critical; whether something is."""
         if self._rollbacks is not None:
-            self._roll_back(trainer, self._rollbacks, events)
+            self._go_back(trainer, self._rollbacks.back(events))
             return False
         then = "stopping the training: " if self._on_critical == "stop" else ""
         return bool(alarms.tell(events, monitor.attempt, then))

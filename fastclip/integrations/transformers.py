@@ -18,7 +18,7 @@ from fastclip.integrations._losses import Losses
 from fastclip.integrations._measuring import Measuring
 from fastclip.integrations._rollbacks import Past, Rollbacks
 from fastclip.integrations._trainers import TWICE, on_any, require_clippable, unwrapped
-from fastclip.monitor import Event, Monitor, RollbackPolicy
+from fastclip.monitor import Monitor, RollbackPolicy
 from fastclip.policy import Policy
 from fastclip.rules import Rule
 from fastclip.stats import GradStats
@@ -194,7 +194,7 @@ class GradClipCallback(TrainerCallback):
     ) -> None:
         self._settle(args, state, control)
         if self._rollbacks is not None:
-            self._next = self._rollbacks.next_step()
+            self._go_back(self._rollbacks.next_step(), state)
         self._measuring.begin()
 
     def on_pre_optimizer_step(
@@ -351,7 +351,7 @@ class GradClipCallback(TrainerCallback):
         if saves:
             events += self.monitor.flush()
         if self._rollbacks is not None:
-            self._roll_back(self._rollbacks, events, state)
+            self._go_back(self._rollbacks.back(events), state)
             return
         stops = self._on_critical == "stop"
         then = "stopping the training: " if stops else ""
@@ -361,9 +361,9 @@ class GradClipCallback(TrainerCallback):
             why = critical[0] if critical else "a critical event on another rank"
             _enter(state, {"stopped_by": why})
 
-    def _roll_back(self, rollbacks: Rollbacks, events: list[Event], state: TrainerState) -> None:
-        step = rollbacks.back(events)
-        if step is None:
+    def _go_back(self, step: int | None, state: TrainerState) -> None:
+        """Note that so many updates are left, if that is fewer than there were."""
+        if step is None or step == self._next:
             return
         assert self.clipper is not None
         self._entries.begin(self.clipper)

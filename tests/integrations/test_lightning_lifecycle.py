@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader
 
 from fastclip.integrations.lightning import GradClipCallback
-from fastclip.monitor import JSONL, Monitor, NonFinite, RollbackPolicy
+from fastclip.monitor import JSONL, Monitor, NonFinite, RollbackPolicy, Telemetry
 from tests.integrations.lightning_runs import (
     SILENT,
     Alarm,
@@ -266,10 +266,30 @@ def test_a_resumed_run_knows_of_the_rollback(
         *((1, step) for step in range(2, 6)),
     ]
     assert [record.lr for record in records] == pytest.approx([0.01] * 4 + [0.005] * 2 + [0.01] * 2)
-    assert records == list(JSONL(tmp_path / "whole.jsonl"))
+    losses = [record.loss for record in JSONL(tmp_path / "whole.jsonl")]
+    assert [record.loss for record in records] == pytest.approx(losses, abs=0, nan_ok=True)
     assert all(map(torch.equal, parameters(module), parameters(whole)))
     assert own.rollbacks == 2
     assert "rollback 2 of at most 3" in caplog.text
+
+
+@pytest.mark.parametrize("lag", [0, 2])
+def test_an_alarm_that_comes_late_goes_back_before_the_next_state(lag: int, tmp_path: Path) -> None:
+    """As one of numbers on a device, which is here asked for when a state is due after step 3."""
+
+    class Warming(Net):
+        def on_train_batch_start(self, batch: Tensor, batch_idx: int) -> None:
+            self.trainer.optimizers[0].param_groups[0]["lr"] = 1e-3 * (batch_idx + 1)
+
+    monitor = Monitor([Alarm(3)], [JSONL(tmp_path / "run.jsonl")], telemetry=Telemetry(lag))
+    own, logger = rolling_back(monitor), CSVLogger(tmp_path)
+    run = trainer(tmp_path, own, logger=logger, log_every_n_steps=1)
+    run.fit(Warming(), loader(8))
+    rates = [record.lr for record in JSONL(tmp_path / "run.jsonl") if record.attempt]
+    assert rates == pytest.approx([0.0025, 0.003, 0.007, 0.008])
+    assert own.state_dict()["undone"] == 2
+    with (Path(logger.log_dir) / "metrics.csv").open() as file:
+        assert {float(row["grad_clipped"]) for row in csv.DictReader(file)} <= {0.0, 1.0}
 
 
 def test_a_fit_from_the_start_knows_of_no_rollback(tmp_path: Path) -> None:

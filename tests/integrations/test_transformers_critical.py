@@ -12,7 +12,7 @@ from safetensors.torch import load_file
 from transformers import TrainerCallback
 
 from fastclip.integrations.transformers import FOLDER, GradClipCallback
-from fastclip.monitor import JSONL, Event, Monitor, RollbackPolicy
+from fastclip.monitor import JSONL, Event, Monitor, RollbackPolicy, Telemetry
 from tests.integrations.trainer import logged, model, spoiled, trainer
 
 STILL = {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0}
@@ -58,15 +58,10 @@ def test_a_warning_goes_on(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> 
 
 
 def rolled(folder: Path, steps: int, spoils: set[int], **options: Any) -> tuple[Any, Any]:
-    monitor = Monitor(sinks=[JSONL(folder / "run.jsonl")])
     taken = Photographer()
-    own = GradClipCallback(
-        *(1.0,),
-        nonfinite="propagate",
-        monitor=monitor,
-        checkpoint_every=5,
-        **{"on_critical": POLICY, **options.pop("own", {})},
-    )
+    monitor = Monitor(sinks=[JSONL(folder / "run.jsonl")])
+    given = {"monitor": monitor, "on_critical": POLICY, **options.pop("own", {})}
+    own = GradClipCallback(1.0, nonfinite="propagate", checkpoint_every=5, **given)
     run = trainer(
         *(folder, own, taken),
         net=spoiled(model(**STILL), spoils, math.nan),
@@ -100,6 +95,21 @@ def test_a_rollback_brings_back_the_state_of_then(tmp_path: Path) -> None:
     saved = load_file(tmp_path / "checkpoint-14" / "model.safetensors")
     assert torch.equal(saved["transformer.wte.weight"], weight_then)
     assert not (tmp_path / FOLDER).exists()
+
+
+@pytest.mark.parametrize("lag", [0, 2])
+def test_an_alarm_that_comes_late_goes_back_before_the_next_state(lag: int, tmp_path: Path) -> None:
+    """As one of numbers on a device, which is here asked for when a state is due after step 14."""
+    monitor = Monitor(sinks=[JSONL(tmp_path / "run.jsonl")], telemetry=Telemetry(lag))
+    run, _ = rolled(tmp_path, 20, {14}, own={"monitor": monitor})
+    assert logged(run, "rolled_back") == [1]
+    records = [record for record in JSONL(tmp_path / "run.jsonl") if record.attempt]
+    assert [record.batch for record in records] == list(range(15, 20))
+    assert [record.step for record in records] == list(range(5 if lag else 10, 10 if lag else 15))
+    assert logged(run, "updates_lost") == [15 - records[0].step]
+    assert [record.lr for record in records] == pytest.approx(
+        [3e-3 * (20 - n) / 20 * 0.5 for n in range(15, 20)]
+    )
 
 
 def test_after_a_rollback_the_loss_is_that_of_a_run_without_the_fault(tmp_path: Path) -> None:
