@@ -94,7 +94,9 @@ class Attribution:
             raise ValueError(f"history must be at least 1, got {history}")
         self.norm_type = norm_order(norm_type)
         self.steps = 0
-        self._names = {each: name for name, each in unwrapped(model).named_parameters()}
+        self._names: dict[Tensor, str] = {
+            each: name for name, each in unwrapped(model).named_parameters()
+        }
         self._group: dist.ProcessGroup = model.process_group
         self._inner = (self._group, _average) if inner is None else _state_and_hook(inner)
         self._open: list[_Part] = []  # of a backward that is going on
