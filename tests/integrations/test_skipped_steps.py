@@ -1,18 +1,20 @@
 """What the callbacks say of steps that are skipped, and a run of them as a critical event."""
 
 import math
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from lightning.pytorch.callbacks import ModelCheckpoint
 from torch import nn
 from transformers import Trainer
 
 from fastclip import GradClipper
 from fastclip.integrations import lightning, transformers
 from fastclip.integrations._entries import Entries
-from fastclip.monitor import JSONL, Monitor, RollbackPolicy, Skips, default_detectors
+from fastclip.monitor import JSONL, Monitor, RollbackPolicy, Skips, StepRecord, default_detectors
 from fastclip.stats import GradStats
 from tests.integrations import lightning_runs, trainer
 from tests.integrations.lightning_runs import KINDS, SILENT, Net, loader
@@ -178,3 +180,25 @@ def test_the_batch_of_a_record_counts_over_epochs(tmp_path: Path) -> None:
         )
         run.fit(Net(), loader(5))
     assert [record.batch for record in JSONL(log)] == [1, 3, 4, 6, 8, 9]
+
+
+def test_a_resumed_run_has_the_same_records_but_for_rows_of_layers(tmp_path: Path) -> None:
+    """The 100 records in which a kind of event brings no rows again are of one Monitor."""
+
+    def run(log: Path, **changed: Any) -> list[StepRecord]:
+        with Monitor(sinks=[JSONL(log)]) as monitor:
+            callback = lightning.GradClipCallback(1.0, monitor=monitor)
+            saving = ModelCheckpoint(tmp_path, every_n_epochs=1, save_top_k=-1)
+            each = lightning_runs.trainer(
+                tmp_path, callback, saving, enable_checkpointing=True, max_epochs=2
+            )
+            each.fit(Net(), loader(9, {3: math.nan}), **changed)
+        return list(JSONL(log))
+
+    whole = run(tmp_path / "whole.jsonl")
+    resumed = run(tmp_path / "resumed.jsonl", ckpt_path=str(tmp_path / "epoch=0-step=9.ckpt"))
+    assert [replace(record, layers=None) for record in resumed] == [
+        replace(record, layers=None) for record in whole[9:]
+    ]
+    assert [record.step for record in whole if record.layers] == [3]
+    assert [record.step for record in resumed if record.layers] == [12]
