@@ -1,6 +1,6 @@
 """Clipping for an optimizer whose step is taken by somebody else, after the clip."""
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack
 from typing import Any
 
@@ -10,7 +10,7 @@ from torch.optim import Optimizer
 
 from fastclip import folding, scaling
 from fastclip.clipper import GradClipper
-from fastclip.integrations._entries import Entries
+from fastclip.integrations._entries import Entries, Layers
 from fastclip.policy import Policy
 from fastclip.rules import Rule
 from fastclip.stats import GradStats
@@ -49,11 +49,13 @@ class BeforeStep:
         self.lr: float | Tensor | None = None  # of the newest step
         self.logged = 0  # steps of the trainer's log at the newest row
         self._policy = options["nonfinite"]
+        self._skips = False  # whether the step is skipped, as far as the host knows
         self._handed = ExitStack()
 
     def skip_if(self, stats: GradStats, scaler: GradScaler | None) -> None:
         """Have the step that comes not taken, if the clipper says so: by the flag for those who
         heed it, else without gradients."""
+        self._skips = False
         if scaler is None:
             torn = self._policy == "zero" and stats.contributions is not None
             if self._policy != "skip" and not torn:
@@ -64,6 +66,7 @@ class BeforeStep:
             if scaler is None:
                 self._hand_flag(stats.found_inf)
         elif stats.skipped:
+            self._skips = True
             for group in self.optimizer.param_groups:
                 for parameter in group["params"]:
                     parameter.grad = None
@@ -81,12 +84,30 @@ class BeforeStep:
     def note(self, step: int, stats: GradStats, cut: float) -> None:
         """Keep what there is to tell of a step, whose learning rate will be multiplied by `cut`."""
         self.lr = lr_of(self.optimizer, cut)
+        if self._skips or (stats.skipped.is_cpu and stats.skipped):
+            self.entries.skipped.tell(step, stats)
         if stats.names:
             self.found[step] = stats
 
     def row(self) -> dict[str, float]:
         """What is logged of the newest step."""
-        return self.entries.made(self.clipper, self.found[max(self.found)])
+        step = max(self.found)
+        return self.entries.made(self.clipper, self.found[step], step)
+
+
+def before_steps(
+    module: nn.Module,
+    optimizers: Iterable[Optimizer],
+    options: Mapping[str, Any],
+    layers: Layers,
+    earlier: Iterable[BeforeStep],
+) -> list[BeforeStep]:
+    """One for each optimizer; those `earlier` hand on what they know."""
+    made = [BeforeStep(module, each, options, Entries(layers)) for each in optimizers]
+    for held, old in zip(made, earlier, strict=False):
+        held.clipper.load_state_dict(old.clipper.state_dict())
+        held.entries = old.entries
+    return made
 
 
 class _Owned(nn.Module):

@@ -4,6 +4,7 @@ from collections.abc import Callable
 
 from fastclip.checks import require
 from fastclip.clipper import GradClipper
+from fastclip.integrations._skipped import Skipped
 from fastclip.stats import GradStats
 
 Layers = int | Callable[[str], str] | None
@@ -27,18 +28,26 @@ def require_layers(layers: object) -> None:
 class Entries:
     """Makes the entries of a clipper, whose counters at the newest one are `counted`.
 
+    `skipped` tells of steps that are skipped; those that it was not told of are told of here.
+
     `layers`: as `GradStats.grouped`; None for no entries by block.
     """
 
     def __init__(self, layers: Layers) -> None:
         self._layers = layers
         self.counted: dict[str, int] = {}
+        self.skipped = Skipped()
 
     def begin(self, clipper: GradClipper) -> None:
         """Count from here on; after a rollback, too."""
-        self.counted = {name: int(value) for name, value in clipper.counters().items()}
+        self.counted = _counters(clipper)
+        self.skipped.begin()
 
-    def made(self, clipper: GradClipper, stats: GradStats) -> dict[str, float]:
+    def end(self, clipper: GradClipper, step: int) -> None:
+        """Tell of what was skipped since the last entries, up to `step`. Waits for the device."""
+        self.skipped.counted(step, self._since(_counters(clipper)), None)
+
+    def made(self, clipper: GradClipper, stats: GradStats, step: int) -> dict[str, float]:
         """Of a step with these statistics, and of those since the last call. Waits for the device.
 
         `grad_norm` (before clipping, without a loss scale), `grad_clip_coef` (the smallest, where
@@ -46,9 +55,10 @@ class Entries:
         `grad_clipped` (a share) and `grad_skipped` (a number) of all since; of each block
         ``grad_norm/BLOCK`` and ``grad_max/BLOCK``.
         """
-        stats, before = stats.cpu(), self.counted
-        self.begin(clipper)
-        since = {name: value - before.get(name, 0) for name, value in self.counted.items()}
+        stats, counted = stats.cpu(), _counters(clipper)
+        since, self.counted = self._since(counted), counted
+        self.skipped.counted(step, since, stats)
+        self.skipped.row()
         found = {
             "grad_norm": float(stats.total_norm),
             "grad_clip_coef": float(stats.coef.min()) if stats.coef.numel() else 1.0,
@@ -62,3 +72,10 @@ class Entries:
             found[f"grad_norm/{row.name}"] = row.norm
             found[f"grad_max/{row.name}"] = row.max_abs
         return found
+
+    def _since(self, counted: dict[str, int]) -> dict[str, int]:
+        return {name: value - self.counted.get(name, 0) for name, value in counted.items()}
+
+
+def _counters(clipper: GradClipper) -> dict[str, int]:
+    return {name: int(value) for name, value in clipper.counters().items()}

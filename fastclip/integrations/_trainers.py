@@ -91,6 +91,11 @@ def log_step_of(trainer: "Trainer") -> int:
     return trainer.fit_loop.epoch_loop._batches_that_stepped
 
 
+def batch_of(trainer: "Trainer") -> int:
+    """How many batches were drawn before the present one, over all epochs."""
+    return trainer.fit_loop.epoch_loop.total_batch_idx
+
+
 def scaler_of(trainer: "Trainer") -> GradScaler | None:
     """Of the precision plugin, if it scales the loss."""
     scaler: GradScaler | None = getattr(trainer.precision_plugin, "scaler", None)

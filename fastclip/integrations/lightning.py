@@ -17,12 +17,13 @@ from torch.optim import Optimizer
 
 from fastclip.checks import require
 from fastclip.clipper import GradClipper
-from fastclip.integrations._clipping import BeforeStep, options_of
+from fastclip.integrations._clipping import BeforeStep, before_steps, options_of
 from fastclip.integrations._critical import Alarms, OnCritical, require_answers
-from fastclip.integrations._entries import Entries, Layers, require_layers
+from fastclip.integrations._entries import Layers, require_layers
 from fastclip.integrations._entries import block_of as block_of
 from fastclip.integrations._rollbacks import Past, Rollbacks
 from fastclip.integrations._trainers import (
+    batch_of,
     inner_of,
     log_step_of,
     monitors_of,
@@ -74,7 +75,8 @@ class GradClipCallback(Callback):
 
     A step with NaN or infinite gradients is not taken (`nonfinite`): a fused optimizer and a
     GradScaler are handed the flag, and for others it is read, once per step, and the gradients are
-    set to None. `trainer.global_step` counts such a step all the same.
+    set to None. `trainer.global_step` counts such a step all the same. The logger "fastclip" is
+    told of it, once an incident: at once, or where the host cannot know, with the next row.
 
     Args:
         max_norm: the threshold of each optimizer, as of `GradClipper`, and so are the next three.
@@ -85,7 +87,8 @@ class GradClipCallback(Callback):
             their order, None for one that is not watched. `step` is the trainer's `global_step`
             without the updates that were taken back, `loss` what ``training_step`` returned (in
             automatic optimisation summed over accumulated batches, which Lightning has divided by
-            their number), `lr` that of the first parameter group.
+            their number), `lr` that of the first parameter group, `batch` the number of batches
+            drawn before the last one of the update, over all epochs.
         on_critical: what to do about a critical event of the monitor. Each answer is told to the
             logger "fastclip".
 
@@ -248,6 +251,8 @@ class GradClipCallback(Callback):
         for monitor, alarms in zip(self.monitors, self._alarms, strict=True):
             if monitor is not None:
                 self._answer(trainer, monitor, alarms, monitor.flush())
+        for held in self._held:
+            held.entries.end(held.clipper, trainer.global_step - self._undone - 1)
         self._close()
 
     def on_exception(
@@ -276,14 +281,8 @@ class GradClipCallback(Callback):
 
     def _build(self, trainer: "Trainer", pl_module: "LightningModule") -> None:
         """A clipper for each optimizer there is now; those before hand on what they know."""
-        before = self._held
-        self._held = [
-            BeforeStep(pl_module, inner_of(optimizer), self._options, Entries(self._layers))
-            for optimizer in trainer.optimizers
-        ]
-        for held, old in zip(self._held, before, strict=False):
-            held.clipper.load_state_dict(old.clipper.state_dict())
-            held.entries = old.entries
+        several = map(inner_of, trainer.optimizers)
+        self._held = before_steps(pl_module, several, self._options, self._layers, self._held)
         for held in self._held:
             held.logged = log_step_of(trainer)
 
@@ -384,6 +383,7 @@ class GradClipCallback(Callback):
             events: list[Event] = []
             for step, stats in held.found.items():
                 fields = {"loss": self._loss, "val_loss": self._validated, "lr": held.lr}
+                fields["batch"] = batch_of(trainer)
                 events += monitor.observe(step=step, stats=stats, **fields)
             critical |= self._answer(trainer, monitor, alarms, events)
         return critical

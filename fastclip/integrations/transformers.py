@@ -57,7 +57,8 @@ class GradClipCallback(TrainerCallback):
     before, and for each block of the model ``grad_norm/BLOCK`` and ``grad_max/BLOCK``.
 
     A step that is skipped leaves the parameters and the optimizer's state as they were; the
-    learning rate's schedule goes on. Under fp16 the Trainer's scaler skips, and lowers its scale.
+    learning rate's schedule goes on. The logger "fastclip" is told, once an incident. Under fp16
+    the Trainer's scaler skips, and lowers its scale; that is told with the next entry of the log.
 
     In every checkpoint of the Trainer ``fastclip.pt`` has the state of the clipper and the monitor;
     a run that is resumed takes it up.
@@ -216,6 +217,7 @@ class GradClipCallback(TrainerCallback):
         self.stats = stats = self.clipper.clip_(inner, scaler)
         skips = self._options["nonfinite"] == "skip" or stats.contributions is not None
         if scaler is None and skips and stats.skipped:
+            self._entries.skipped.tell(self._next, stats)
             inner.zero_grad(set_to_none=True)
         if not stats.names:
             raise RuntimeError(
@@ -258,7 +260,7 @@ class GradClipCallback(TrainerCallback):
         """Add the statistics; callbacks that come after this one are given them, too."""
         if logs is None or "loss" not in logs or self.stats is None or self.clipper is None:
             return
-        found = self._entries.made(self.clipper, self.stats)
+        found = self._entries.made(self.clipper, self.stats, self._next - 1)
         logs.update(found)
         state.log_history[-1].update(found)
         if self._row is not None and self._row["loss"] is None:
@@ -308,6 +310,8 @@ class GradClipCallback(TrainerCallback):
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
         self._settle(args, state, control)
+        if self.clipper is not None:
+            self._entries.end(self.clipper, self._next - 1)
         self._end()
         if isinstance(self._on_critical, RollbackPolicy) and state.is_world_process_zero:
             shutil.rmtree(_output(args) / FOLDER)
