@@ -303,8 +303,9 @@ class Recovery:
             raise RuntimeError(
                 f"the alarm at step {step}, onset {onset}, calls for a rollback, and all are used: "
                 f"{used} of at most {policy.max_rollbacks} ({why}). "
-                "It is the learning rate, the model, the machine, or a detector too sensitive for "
-                "this loss (docs/monitoring.md, Detectors): `fastclip diagnose` says what of its log"
+                "Look for the cause, `fastclip diagnose` tells of its log: the learning rate, the "
+                "model, the machine, or a detector too sensitive for this loss "
+                "(docs/monitoring.md, Detectors)"
             )
         target = self._target(step, onset)
         suspect = range(max(onset - policy.before, 0), step + policy.after + 1)
