@@ -7,9 +7,11 @@ needs when it runs. Exit statuses: 0 fine, 1 the command found something wrong, 
 
 import argparse
 import importlib
+import os
 import sys
 from collections.abc import Sequence
-from contextlib import redirect_stdout
+from contextlib import redirect_stderr, redirect_stdout
+from pathlib import Path
 from typing import Any, NoReturn, TextIO, cast
 
 from fastclip import __version__
@@ -148,6 +150,15 @@ def _told(argv: Sequence[str] | None) -> int:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
+    errors = cast("TextIO | None", sys.stderr)
+    if errors is not None and not errors.closed:
+        return _answered(argv)
+    # `2>&-`: nobody is to hear what goes there, and print would say it on stdout instead
+    with Path(os.devnull).open("w") as nowhere, redirect_stderr(nowhere):
+        return _answered(argv)
+
+
+def _answered(argv: Sequence[str] | None) -> int:
     stream = cast("TextIO | None", sys.stdout)  # None where it was closed from the beginning
     if stream is None:
         print("fastclip: standard output is closed", file=sys.stderr)

@@ -138,14 +138,16 @@ class GradClipper:
 
         With a `scaler`, the loss scale of all gradients of `optimizer` (one, or several whose
         gradients have one global norm) is taken out as ``scaler.unscale_`` does; then call
-        ``scaler.step`` of each and ``scaler.update``. Gradients that the user has unscaled already
-        are just clipped. Without a scaler, `optimizer` changes nothing; but of one that accelerate
-        has prepared, this only measures while gradients accumulate, as `step` does.
+        ``scaler.step`` of each and ``scaler.update``. Gradients that the user or another `clip_`
+        has unscaled already are just clipped. Without a scaler, `optimizer` changes nothing; but of
+        one that accelerate has prepared, this only measures while gradients accumulate, as `step`
+        does.
 
         Raises:
             TypeError: a `scaler` without `optimizer`, or a gradient is of an unsupported type.
             RuntimeError: ``nonfinite="error"`` found a NaN or an infinity; the scaler's calls come
-                in a wrong order; a gradient's elements share memory; or another rank could not
+                in a wrong order, or gradients were written since another `clip_` with it, before
+                ``scaler.update``; a gradient's elements share memory; or another rank could not
                 measure its gradients, or died.
             ValueError: an enabled scaler with ``nonfinite="zero"``; a gradient of none of the
                 optimizers given with a scaler; or a schedule gave a negative or NaN threshold.
@@ -159,6 +161,7 @@ class GradClipper:
         with self._attended() as listed:
             loss_scale = scale_of(optimizer, scaler, self._settings.policy)
             stats, _ = self._advance(listed, loss_scale, ())
+        loss_scale.note_clipped()
         for each in loss_scale.optimizers:  # of the scaler's steps to come
             folding.ready_to_skip(each)
         return stats

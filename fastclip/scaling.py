@@ -4,7 +4,9 @@ A scaler keeps, per optimizer, a stage (READY, UNSCALED or STEPPED since its las
 flags that its step and update go by. They are private to torch: every use of them is in this file.
 """
 
+import weakref
 from collections.abc import Iterable, Sequence
+from operator import is_
 from typing import Any
 
 import torch
@@ -21,6 +23,9 @@ ORDER = (
     "the order is scaler.scale(loss).backward(), then clipper.step(optimizer, scaler=scaler) or "
     "clipper.clip_(optimizer, scaler=scaler) and scaler.step(optimizer), then scaler.update()"
 )
+
+# In a scaler's state of an optimizer, which its update drops: the gradients as clip_ left them.
+_LEFT = "left by fastclip"
 
 # Lightning's: their step asks the framework's scaler, which knows only the optimizer inside.
 _WRAPPERS = ("LightningOptimizer", "_FabricOptimizer")
@@ -53,6 +58,9 @@ class WithoutScaler:
     def record(self, found: Tensor) -> None:
         """Leave the scaler as its ``unscale_`` does: with a flag for its step and its update."""
 
+    def note_clipped(self) -> None:
+        """Remember the gradients as they are, so that a backward that adds to them is noticed."""
+
     def step(self, optimizer: Optimizer) -> None:
         """``scaler.step``: steps unless the flag is set."""
         optimizer.step()
@@ -76,6 +84,13 @@ class WithScaler(WithoutScaler):
             raise RuntimeError(
                 "scaler.step(optimizer) has been called since the last scaler.update(), so it is "
                 f"too late to clip: {ORDER}"
+            )
+        if any(_written_since(scaler, optimizer) for optimizer in optimizers):
+            raise RuntimeError(
+                "gradients have been written since clipper.clip_ took the loss scale out of them: "
+                "what a backward has added is still multiplied by it. Clip once per "
+                f"scaler.update(), after the last micro-batch: {ORDER}. Gradients that you have "
+                "changed yourself are clipped by clipper.clip_() without the scaler"
             )
         unscaled = OptState.UNSCALED in stages
         if unscaled and set(stages) != {OptState.UNSCALED}:
@@ -153,6 +168,11 @@ class WithScaler(WithoutScaler):
             state["found_inf_per_device"] = {flag.device: flag}
             state["stage"] = OptState.UNSCALED
 
+    def note_clipped(self) -> None:
+        for optimizer in self.optimizers:
+            state = self._scaler._per_optimizer_states[id(optimizer)]
+            state[_LEFT] = _marks(_gradients(optimizer))
+
     def step(self, optimizer: Optimizer) -> None:
         self._scaler.step(optimizer)
 
@@ -221,6 +241,37 @@ def claims_flags(optimizer: Optimizer) -> bool:
 
 def _state(scaler: GradScaler, optimizer: Optimizer) -> dict[str, Any]:
     return scaler._per_optimizer_states.get(id(optimizer), {"stage": OptState.READY})
+
+
+def _marks(gradients: Sequence[Tensor]) -> tuple[list["weakref.ref[Tensor]"], list[int]]:
+    """The gradients and their versions, of which those of inference mode have none."""
+    counted = gradients
+    if any(map(Tensor.is_inference, gradients)):
+        counted = [grad for grad in gradients if not grad.is_inference()]
+    return list(map(weakref.ref, gradients)), [grad._version for grad in counted]
+
+
+def _written_since(scaler: GradScaler, optimizer: Optimizer) -> bool:
+    """Whether the gradients are not as `clip_` has left them, if it did since the scaler's update.
+
+    If there are none any more, nothing is mixed.
+    """
+    left = _state(scaler, optimizer).get(_LEFT)
+    gradients = [] if left is None else _gradients(optimizer)
+    if left is None or not gradients:
+        return False
+    refs, versions = left
+    same = len(refs) == len(gradients) and all(map(is_, [ref() for ref in refs], gradients))
+    return not same or versions != _marks(gradients)[1]
+
+
+def _gradients(optimizer: Optimizer) -> list[Tensor]:
+    found = [p.grad for group in optimizer.param_groups for p in group["params"]]
+    return [grad for grad in found if grad is not None]
+
+
+def _version(grad: Tensor) -> int:
+    return 0 if grad.is_inference() else grad._version  # of which those have none
 
 
 def _parameters(optimizer: Optimizer) -> list[Tensor]:

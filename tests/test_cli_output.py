@@ -1,5 +1,7 @@
 """Standard output that takes nothing: a full disk, a closed descriptor, a reader that has gone."""
 
+import re
+import shlex
 import subprocess
 import sys
 from pathlib import Path
@@ -83,3 +85,51 @@ def test_an_error_of_the_command_stays_one(
     assert output == ""
     assert errors.startswith("fastclip: cannot write")
     assert "page.html" in errors
+
+
+# Those that differ in what they say on stderr: nothing, progress, faults of a log, and errors.
+WITHOUT_STDERR = {
+    "doctor --json": 0,
+    "replay LOG --json": 0,
+    "report LOG -o PAGE": 0,
+    "demo --json": 0,
+    "replay DAMAGED --json": 0,
+    "replay nothing.jsonl": 2,
+    "nonsense": 2,
+}
+
+
+@pytest.mark.parametrize("answer", WITHOUT_STDERR)
+def test_a_closed_stderr_changes_nothing_else(
+    answer: str, files: dict[str, str], tmp_path: Path
+) -> None:
+    """As `2>&-` does it: the same status and the same output, and no file in its place."""
+    damaged = Path(files["LOG"]).read_text() + "no record\n"
+    (tmp_path / "damaged.jsonl").write_text(damaged)
+    files |= {"DAMAGED": str(tmp_path / "damaged.jsonl")}
+    arguments = [files.get(word, word) for word in answer.split()]
+    command = shlex.join([sys.executable, "-m", "fastclip", *arguments])
+    said = []
+    for closing in ("2>&-", f"2>{tmp_path / 'said'}"):
+        shell = ["sh", "-c", f"{command} {closing}"]
+        done = subprocess.run(shell, stdout=subprocess.PIPE, text=True, check=False)
+        assert done.returncode == WITHOUT_STDERR[answer]
+        said.append(re.sub(r"\d[\d.e+-]*", "N", done.stdout))
+    assert said[0] == said[1]
+    assert "Traceback" not in (tmp_path / "said").read_text()
+
+
+def test_a_stderr_that_was_closed_since_is_as_none(
+    files: dict[str, str],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    with (tmp_path / "said").open("w") as closed:
+        pass
+    for stream in (closed, None):
+        monkeypatch.setattr(sys, "stderr", stream)
+        assert main(["replay", "nothing.jsonl"]) == 2
+        assert main(["replay", files["LOG"]]) == 0
+        assert sys.stderr is stream
+        assert capsys.readouterr().out.startswith(files["LOG"])

@@ -277,8 +277,8 @@ def test_half_gradients(dtype: torch.dtype, max_norm: float) -> None:
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("optimizer", ["adam-fused", "adagrad-fused"])
 def test_fused_steps_of_half_parameters(optimizer: str, dtype: torch.dtype) -> None:
-    """As the foreach optimizer's within the rounding of parameters in that dtype. Not SGD: torch's
-    fused one differs from its foreach one in half dtypes on the CPU, with no clipper at all."""
+    """As the foreach optimizer's within the rounding of parameters in that dtype. Not SGD, of which
+    torch's fused one leaves most such parameters as they are (test_half_precision_page)."""
     sides = training.parameters(dtype), training.parameters(dtype)
     names = optimizer, optimizer.replace("fused", "foreach")
     made = [training.optimizer(name, side) for name, side in zip(names, sides, strict=True)]

@@ -130,6 +130,91 @@ def test_a_disabled_scaler(optimizer: str, policy: str) -> None:
     training.same(training.gradients(ours), training.gradients(theirs))
 
 
+@pytest.mark.parametrize("then", ["step", "clip_"])
+@pytest.mark.parametrize("first", ["clip_", "unscale_ and clip_"])
+@pytest.mark.parametrize("bad", [False, True], ids=["good", "bad"])
+@pytest.mark.parametrize("added", [None, "scale"], ids=["to-all", "to-one-outside"])
+def test_a_clip_before_the_last_micro_batch(
+    added: str | None, bad: bool, first: str, then: str
+) -> None:
+    """What a backward adds is still scaled, also where nothing of the clipper's has a part."""
+    params, scaler = training.parameters(), make_scaler()
+    made = training.optimizer("adam-fused", params)
+    clipper = GradClipper([each for each in params.items() if each[0] != "scale"], MAX_NORM)
+    grads = training.stream(1, bad={0: math.inf} if bad else {})[0]
+    backward(params, grads, scaler)
+    if "unscale_" in first:
+        scaler.unscale_(made)
+    clipper.clip_(made, scaler)
+    loss = [p.sum() for name, p in params.items() if added in (None, name)]
+    scaler.scale(torch.stack(loss).sum()).backward()
+    state = [training.values(params), training.gradients(params), clipper.state_dict()]
+    before = training.snapshot(state)
+    said = r"scaler\.update\(\), after the last micro-batch"
+    with pytest.raises(RuntimeError, match=said) as raised:
+        getattr(clipper, then)(made, scaler)
+    assert "backward(), then clipper.step(optimizer, scaler=scaler)" in str(raised.value)
+    state = [training.values(params), training.gradients(params), clipper.state_dict()]
+    training.same(state, before)
+    scaler.step(made)
+    scaler.update()
+    backward(params, training.stream(1)[0], scaler)
+    assert not clipper.step(made, scaler).skipped
+
+
+def test_new_gradients_after_a_clip_are_scaled_too() -> None:
+    params, made, clipper, scaler = trained()
+    backward(params, training.stream(1)[0], scaler)
+    clipper.clip_(made, scaler)
+    backward(params, training.stream(1)[0], scaler)  # sets .grad to None first
+    with pytest.raises(RuntimeError, match="have been written since"):
+        clipper.clip_(made, scaler)
+    made.zero_grad()
+    assert clipper.clip_(made, scaler).names == ()
+
+
+@pytest.mark.parametrize("then", ["step", "clip_", "another clipper's step"])
+@pytest.mark.parametrize("optimizer", SOME)
+def test_a_second_clip_with_no_backward_between(optimizer: str, then: str) -> None:
+    """Clips what is unscaled already, as it does after the user's own unscale_."""
+    ours, theirs = training.parameters(), training.parameters()
+    our_optimizer, their_optimizer = (training.optimizer(optimizer, s) for s in (ours, theirs))
+    our_scaler, their_scaler = make_scaler(), make_scaler()
+    first, second = GradClipper(ours.items(), MAX_NORM), GradClipper(ours.items(), MAX_NORM / 2)
+    for step, grads in enumerate(training.stream(20, bad={0: math.nan, 9: math.inf})):
+        backward(ours, grads, our_scaler)
+        backward(theirs, grads, their_scaler)
+        first.clip_(our_optimizer, our_scaler)
+        if then == "clip_":
+            second.clip_(our_optimizer, our_scaler)
+            our_scaler.step(our_optimizer)
+        else:
+            (first if then == "step" else second).step(our_optimizer, our_scaler)
+        our_scaler.update()
+        their_scaler.unscale_(their_optimizer)
+        limit = MAX_NORM if then == "step" else MAX_NORM / 2
+        torch.nn.utils.clip_grad_norm_(theirs.values(), limit)
+        their_scaler.step(their_optimizer)
+        their_scaler.update()
+        assert our_scaler.state_dict() == their_scaler.state_dict(), f"step {step}"
+        training.near(ours, theirs, RELATIVE, when=f"step {step}")
+
+
+def test_gradients_changed_by_hand_are_clipped_without_the_scaler() -> None:
+    params, made, clipper, scaler = trained()
+    backward(params, training.stream(1)[0], scaler)
+    clipper.clip_(made, scaler)
+    weight = params["layer.weight"].grad
+    assert weight is not None
+    weight.fill_(MAX_NORM)
+    with pytest.raises(RuntimeError, match=r"clipper\.clip_\(\) without the scaler"):
+        clipper.clip_(made, scaler)
+    stats = clipper.clip_()
+    assert stats.clipped
+    norm = training.total(training.gradients(params))
+    assert norm == pytest.approx(stats.threshold.item(), rel=1e-5)
+
+
 @pytest.mark.parametrize("bad", [None, "layer.weight", "scale"])
 @pytest.mark.parametrize("call", ["step", "clip_"])
 @pytest.mark.parametrize("optimizer", SOME)
@@ -249,3 +334,17 @@ def test_two_clippers_on_one_scaler(optimizer: str) -> None:
         assert skipped == [step in (8, 9), step == 9]
         assert our_scaler.get_scale() == their_scaler.get_scale(), f"step {step}"
         training.near(ours, theirs, RELATIVE, when=f"step {step}")
+
+
+def test_gradients_of_inference_mode_have_no_versions() -> None:
+    """They are compared by what they are alone: no backward can add to them."""
+    params, scaler = {"w": torch.nn.Parameter(torch.ones(3))}, make_scaler()
+    made, clipper = torch.optim.SGD(params.values(), lr=1.0), GradClipper(params.items(), 1.0)
+    scaler.scale(torch.zeros(()))
+    with torch.inference_mode():
+        params["w"].grad = torch.full((3,), 8192.0)
+        clipper.clip_(made, scaler)
+        assert clipper.clip_(made, scaler).total_norm.item() == pytest.approx(1.0, rel=1e-5)
+        params["w"].grad = torch.full((3,), 8192.0)
+        with pytest.raises(RuntimeError, match="have been written since"):
+            clipper.clip_(made, scaler)

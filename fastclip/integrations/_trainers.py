@@ -12,7 +12,7 @@ from fastclip import accelerated
 from fastclip.monitor import Monitor
 
 if TYPE_CHECKING:
-    from lightning.pytorch import LightningModule, Trainer
+    from lightning.pytorch import Callback, LightningModule, Trainer
     from transformers import TrainingArguments
 
 # Their gradients are pieces of flat buffers, or are kept where no parameter shows them.
@@ -23,9 +23,15 @@ UNSUITABLE = {
     "XLAStrategy": "XLA gradients are not supported",
 }
 
+TWICE = (
+    "gradients would be clipped twice, by two callbacks of the kind GradClipCallback: leave one of "
+    "them out"
+)
 
-def require_suitable(trainer: "Trainer", module: "LightningModule") -> None:
-    """Raise `RuntimeError` if somebody else clips, or nobody can."""
+
+def require_suitable(trainer: "Trainer", module: "LightningModule", kind: type["Callback"]) -> None:
+    """Raise `RuntimeError` if somebody else clips, be it another callback of this `kind`, or nobody
+    can."""
     if not any(optimizer.param_groups for optimizer in trainer.optimizers):
         raise RuntimeError(
             "GradClipCallback clips before an optimizer's step, and configure_optimizers returned "
@@ -36,17 +42,17 @@ def require_suitable(trainer: "Trainer", module: "LightningModule") -> None:
             "gradients would be clipped twice, by Trainer(gradient_clip_val="
             f"{trainer.gradient_clip_val!r}) and by GradClipCallback: leave one of them out"
         )
+    if sum(isinstance(each, kind) for each in trainer.callbacks) > 1:  # type: ignore[attr-defined]
+        raise RuntimeError(TWICE)
     owner = next(k for k in type(module).__mro__ if "configure_gradient_clipping" in vars(k))
     if owner.__name__ != "LightningModule" and module.automatic_optimization:
         raise RuntimeError(
             "gradients would be clipped twice, by configure_gradient_clipping of "
             f"{owner.__name__} and by GradClipCallback: leave one of them out"
         )
-    for kind in type(trainer.strategy).__mro__:
-        if kind.__name__ in UNSUITABLE:
-            raise RuntimeError(
-                f"GradClipCallback cannot clip under {kind.__name__}: {UNSUITABLE[kind.__name__]}"
-            )
+    for strategy in type(trainer.strategy).__mro__:
+        if (name := strategy.__name__) in UNSUITABLE:
+            raise RuntimeError(f"GradClipCallback cannot clip under {name}: {UNSUITABLE[name]}")
 
 
 def require_monitors(trainer: "Trainer", monitors: Sized) -> None:

@@ -5,7 +5,7 @@ imported already, else of the one that is installed.
 """
 
 import sys
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
@@ -21,7 +21,7 @@ from fastclip.integrations._clipping import BeforeStep, options_of
 from fastclip.integrations._critical import Alarms, OnCritical, require_answers
 from fastclip.integrations._entries import Entries, Layers, require_layers
 from fastclip.integrations._entries import block_of as block_of
-from fastclip.integrations._rollbacks import Rollbacks
+from fastclip.integrations._rollbacks import Past, Rollbacks
 from fastclip.integrations._trainers import (
     inner_of,
     log_step_of,
@@ -109,14 +109,14 @@ class GradClipCallback(Callback):
     comes on top of it), other callbacks, and what was logged. So a run of `max_steps` ends with
     that many updates less those taken back. States to go back to are those of this call of ``fit``.
 
-    Checkpoints of the trainer contain the clippers, the monitors, and the number of rollbacks used.
+    Checkpoints of the trainer contain the clippers, the monitors, and the rollbacks so far.
 
     Raises:
         TypeError, ValueError: an argument is of a wrong type or value; when training starts, also
             where `monitor` does not go with the optimizers, or a rollback with the trainer.
-        RuntimeError: when training starts, where the trainer or the module clips as well, there is
-            no optimizer, or the strategy has gradients that cannot be clipped so; or when all
-            rollbacks are used, or the optimizer that one would restore was replaced.
+        RuntimeError: when training starts, where the trainer, the module or another such callback
+            clips as well, there is no optimizer, or the strategy's gradients cannot be clipped so;
+            or when all rollbacks are used, or the optimizer that one would restore was replaced.
     """
 
     def __init__(
@@ -147,7 +147,7 @@ class GradClipCallback(Callback):
         self._alarms = [Alarms() for _ in self.monitors]
         self._held: list[BeforeStep] = []
         self._rollbacks: Rollbacks | None = None
-        self._used = 0  # rollbacks of earlier calls of fit
+        self._earlier: list[Past] = []  # rollbacks of earlier calls of fit
         self._undone = 0  # updates that the trainer's global_step counts and that were taken back
         self._saved: Mapping[str, Any] | None = None  # loaded, and not yet taken up
         self._backward = False  # whether there was one in this batch
@@ -159,16 +159,20 @@ class GradClipCallback(Callback):
 
     @property
     def clippers(self) -> list[GradClipper]:
-        """One for each optimizer, in their order; none before training starts."""
+        """One for each optimizer, in order; none before training starts."""
         return [each.clipper for each in self._held]
 
     @property
     def rollbacks(self) -> int:
-        """How often training went back, over all calls of ``fit``."""
-        return self._used if self._rollbacks is None else self._rollbacks.used
+        """How often training went back, in all calls of ``fit`` since it began at step 0."""
+        return len(self._past)
+
+    @property
+    def _past(self) -> list[Past]:
+        return self._earlier if self._rollbacks is None else self._rollbacks.past
 
     def on_fit_start(self, trainer: "Trainer", pl_module: "LightningModule") -> None:
-        require_suitable(trainer, pl_module)
+        require_suitable(trainer, pl_module, GradClipCallback)
         require_monitors(trainer, self.monitors)
         if isinstance(self._on_critical, RollbackPolicy):
             require_going_back(trainer, pl_module)
@@ -179,10 +183,9 @@ class GradClipCallback(Callback):
         if saved is not None:
             self._take_up(saved)
         if trainer.global_step == 0:
-            self._undone = 0
-        self._training = True
+            self._undone, self._earlier = 0, []
+        self._training, self._going_on = True, False
         self._loss = self._validated = None
-        self._going_on = False
         if isinstance(self._on_critical, RollbackPolicy):
             self._rollbacks = self._recovering(trainer, pl_module, self._on_critical)
 
@@ -192,7 +195,7 @@ class GradClipCallback(Callback):
         self._backward = False
         self._started = trainer.global_step
         if self._rollbacks is not None and not self._going_on:
-            self._undone = trainer.global_step - self._rollbacks.next_step()
+            self._go_back(trainer, self._rollbacks.next_step())
         self._going_on = True
 
     def on_after_backward(self, trainer: "Trainer", pl_module: "LightningModule") -> None:
@@ -260,7 +263,7 @@ class GradClipCallback(Callback):
             "clippers": [clipper.state_dict() for clipper in self.clippers],
             "monitors": [each and each.state_dict() for each in self.monitors],
             "counted": [each.entries.counted for each in self._held],
-            "rollbacks": self.rollbacks,
+            "rollbacks": self._past,
             "undone": self._undone,
         }
 
@@ -318,7 +321,7 @@ class GradClipCallback(Callback):
                     part.load_state_dict(state)
         for held, counted in zip(self._held, saved["counted"], strict=True):
             held.entries.counted = dict(counted)
-        self._used, self._undone = saved["rollbacks"], saved["undone"]
+        self._earlier, self._undone = saved["rollbacks"], saved["undone"]
 
     def _recovering(
         self, trainer: "Trainer", pl_module: "LightningModule", policy: RollbackPolicy
@@ -334,14 +337,14 @@ class GradClipCallback(Callback):
             parts if scaler is None else parts | {"scaler": scaler},
             policy,
             first=trainer.global_step - self._undone,
-            used=self._used,
+            earlier=self._earlier,
             every=self._checkpoint_every,
             keep=self._keep,
         )
 
-    def _roll_back(self, trainer: "Trainer", rollbacks: Rollbacks, events: Iterable[Event]) -> None:
-        step = rollbacks.back(events)
-        if step is not None:
+    def _go_back(self, trainer: "Trainer", step: int | None) -> None:
+        """Note that so many updates are left, if that is fewer than there were."""
+        if step is not None and trainer.global_step - step != self._undone:
             self._undone = trainer.global_step - step
             self._held[0].entries.begin(self._held[0].clipper)
 
@@ -350,7 +353,7 @@ class GradClipCallback(Callback):
         for held in self._held:
             held.withdraw()
         if self._rollbacks is not None:
-            self._used = self.rollbacks
+            self._earlier = self._rollbacks.past
             self._rollbacks.close()
             self._rollbacks = None
             self._folder.cleanup()
@@ -390,7 +393,7 @@ class GradClipCallback(Callback):
     ) -> bool:
         """Go back, or tell of what is critical; whether something is."""
         if self._rollbacks is not None:
-            self._roll_back(trainer, self._rollbacks, events)
+            self._go_back(trainer, self._rollbacks.back(events))
             return False
         then = "stopping the training: " if self._on_critical == "stop" else ""
         return bool(alarms.tell(events, monitor.attempt, then))

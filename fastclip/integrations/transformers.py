@@ -15,9 +15,10 @@ from fastclip.integrations._critical import Alarms, OnCritical, require_answers
 from fastclip.integrations._entries import Entries, Layers, require_layers
 from fastclip.integrations._entries import block_of as block_of
 from fastclip.integrations._losses import Losses
-from fastclip.integrations._rollbacks import Rollbacks
-from fastclip.integrations._trainers import on_any, require_clippable, unwrapped
-from fastclip.monitor import Event, Monitor, RollbackPolicy
+from fastclip.integrations._measuring import Measuring
+from fastclip.integrations._rollbacks import Past, Rollbacks
+from fastclip.integrations._trainers import TWICE, on_any, require_clippable, unwrapped
+from fastclip.monitor import Monitor, RollbackPolicy
 from fastclip.policy import Policy
 from fastclip.rules import Rule
 from fastclip.stats import GradStats
@@ -45,9 +46,10 @@ class GradClipCallback(TrainerCallback):
     >>> args = TrainingArguments("out", max_grad_norm=0)  # or the Trainer would clip as well
     >>> Trainer(model, args, train_dataset=data, callbacks=[callback]).train()
 
-    The Trainer measures the norm by itself before the callback has the gradients, with torch's
-    function, which makes all of them NaN as soon as one is NaN or infinite. So then every element
-    counts as one in `grad_nonfinite`, and ``nonfinite="zero"`` leaves no gradient but zeros.
+    The Trainer measures the norm by itself before the callback has the gradients, where torch's
+    function would write them. So `fastclip.integrations.torch.patch` is in force from the beginning
+    of each step until then. A step that raises leaves it so until the callback goes away, or begins
+    another training: torch's functions mean the same meanwhile.
 
     Every entry of the log with a loss gets `grad_norm` (before clipping, without a loss scale),
     `grad_clip_coef`, `grad_nonfinite` (the number of elements) and, under a scaler, `loss_scale` of
@@ -95,7 +97,8 @@ class GradClipCallback(TrainerCallback):
     Raises:
         TypeError, ValueError: an argument is of a wrong type or value, or `on_critical` asks for
             more than a warning and there is no monitor. When training begins, where
-            ``max_grad_norm`` would clip as well, or the gradients are DeepSpeed's or FSDP1's.
+            ``max_grad_norm`` or another such callback would clip as well, or the gradients are
+            DeepSpeed's or FSDP1's.
         FileNotFoundError: when training begins, where `resume_from` has no ``fastclip.pt``.
     """
 
@@ -130,12 +133,17 @@ class GradClipCallback(TrainerCallback):
         self._row: dict[str, Any] | None = None  # of the monitor, for the step that is going on
         self._awaited = ""  # what the row still lacks: "loss" or "evaluation"
         self._entries = Entries(layers)
-        self._used = 0  # rollbacks of the processes that this run goes on from
+        self._earlier: list[Past] = []  # rollbacks of the processes that this run goes on from
+        self._measuring = Measuring()
 
     @property
     def rollbacks(self) -> int:
         """How often this training went back, and those that it goes on from."""
-        return self._used if self._rollbacks is None else self._rollbacks.used
+        return len(self._past)
+
+    @property
+    def _past(self) -> list[Past]:
+        return self._earlier if self._rollbacks is None else self._rollbacks.past
 
     def on_train_begin(
         self,
@@ -149,15 +157,20 @@ class GradClipCallback(TrainerCallback):
         """Begin afresh, or go on from the checkpoint that the Trainer has loaded.
 
         Raises:
-            ValueError: ``max_grad_norm`` would clip as well, or the gradients are FSDP1's.
+            ValueError: ``max_grad_norm`` or another such callback would clip as well, or the
+                gradients are FSDP1's.
             TypeError: the gradients are DeepSpeed's.
             FileNotFoundError: there is no ``fastclip.pt`` in `resume_from`.
         """
         require_clippable(args, model)
+        other = vars(state).setdefault("_fastclip", self)  # a state is of one training
+        if other is not self:
+            other._end()
+            raise ValueError(TWICE)
         inner, scaler = unwrapped(optimizer)
         self._end()
         self.clipper = GradClipper(model, **self._options)
-        self.stats, self._row, self._next, self._used = None, None, state.global_step, 0
+        self.stats, self._row, self._next, self._earlier = None, None, state.global_step, []
         self._entries.begin(self.clipper)
         if state.global_step:
             self._resume(_output(args) / f"checkpoint-{state.global_step}")
@@ -171,7 +184,7 @@ class GradClipCallback(TrainerCallback):
                 parts if scaler is None else parts | {"scaler": scaler},
                 self._on_critical,
                 first=self._next,
-                used=self._used,
+                earlier=self._earlier,
                 every=self._checkpoint_every,
                 keep=self._keep,
             )
@@ -181,7 +194,8 @@ class GradClipCallback(TrainerCallback):
     ) -> None:
         self._settle(args, state, control)
         if self._rollbacks is not None:
-            self._next = self._rollbacks.next_step()
+            self._go_back(self._rollbacks.next_step(), state)
+        self._measuring.begin()
 
     def on_pre_optimizer_step(
         self,
@@ -197,6 +211,7 @@ class GradClipCallback(TrainerCallback):
             RuntimeError: there is no gradient, because the optimizer has stepped already.
         """
         assert self.clipper is not None
+        self._measuring.end()
         inner, scaler = unwrapped(optimizer)
         self.stats = stats = self.clipper.clip_(inner, scaler)
         skips = self._options["nonfinite"] == "skip" or stats.contributions is not None
@@ -280,7 +295,7 @@ class GradClipCallback(TrainerCallback):
         content = {
             "version": VERSION,
             "step": self._next,
-            "rollbacks": self.rollbacks,
+            "rollbacks": self._past,
             "counted": self._entries.counted,
             "clipper": self.clipper.state_dict(),
             "monitor": None if self.monitor is None else self.monitor.state_dict(),
@@ -316,7 +331,7 @@ class GradClipCallback(TrainerCallback):
         self.clipper.load_state_dict(saved["clipper"])
         if self.monitor is not None and saved["monitor"] is not None:
             self.monitor.load_state_dict(saved["monitor"])
-        self._next, self._used = saved["step"], saved["rollbacks"]
+        self._next, self._earlier = saved["step"], saved["rollbacks"]
         self._entries.counted = saved["counted"]
 
     def _settle(
@@ -336,7 +351,7 @@ class GradClipCallback(TrainerCallback):
         if saves:
             events += self.monitor.flush()
         if self._rollbacks is not None:
-            self._roll_back(self._rollbacks, events, state)
+            self._go_back(self._rollbacks.back(events), state)
             return
         stops = self._on_critical == "stop"
         then = "stopping the training: " if stops else ""
@@ -346,20 +361,21 @@ class GradClipCallback(TrainerCallback):
             why = critical[0] if critical else "a critical event on another rank"
             _enter(state, {"stopped_by": why})
 
-    def _roll_back(self, rollbacks: Rollbacks, events: list[Event], state: TrainerState) -> None:
-        step = rollbacks.back(events)
-        if step is None:
+    def _go_back(self, step: int | None, state: TrainerState) -> None:
+        """Note that so many updates are left, if that is fewer than there were."""
+        if step is None or step == self._next:
             return
         assert self.clipper is not None
         self._entries.begin(self.clipper)
-        _enter(state, {"rolled_back": rollbacks.used, "updates_lost": self._next - step})
+        _enter(state, {"rolled_back": self.rollbacks, "updates_lost": self._next - step})
         self._next = step
 
     def _end(self) -> None:
         """What a training has set up; that of one which raised, when the next begins."""
         self._losses.detach()
+        self._measuring.end()
         if self._rollbacks is not None:
-            self._used = self.rollbacks
+            self._earlier = self._rollbacks.past
             self._rollbacks.close()
             self._rollbacks = None
 

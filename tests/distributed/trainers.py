@@ -17,6 +17,7 @@ def trained(
     rank, size = dist.get_rank(), dist.get_world_size()
     os.environ.update(RANK=str(rank), WORLD_SIZE=str(size), LOCAL_RANK=str(rank))
     os.environ.update(LOCAL_WORLD_SIZE=str(size), HF_HUB_OFFLINE="1")
+    os.environ.setdefault("OMP_NUM_THREADS", "1")  # accelerate warns that it does so itself
     from accelerate.state import AcceleratorState, PartialState
 
     from fastclip.integrations.transformers import GradClipCallback

@@ -63,7 +63,7 @@ def statistics(ran: Ran) -> None:
         for title, section in sections.items()
     }
     assert sorted(tables["A step"]) == sorted(field.name for field in fields(StepRecord))
-    assert sorted(tables["The gradients"]) == sorted(FIELDS)
+    assert sorted(tables["The gradients"]) == sorted([*FIELDS, "loss_scale"])
     assert tuple(tables["A row of a layer"]) == COLUMNS
     rows = sections["The gradients"].partition("`stats.layers()`")[2]
     said = [*LayerStats._fields, *ran.names["clipper"].counters()]

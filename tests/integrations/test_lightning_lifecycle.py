@@ -7,13 +7,13 @@ from typing import Any
 import pytest
 import torch
 from lightning.pytorch import Callback
-from lightning.pytorch.callbacks import BatchSizeFinder, LearningRateFinder
+from lightning.pytorch.callbacks import BatchSizeFinder, LearningRateFinder, ModelCheckpoint
 from lightning.pytorch.loggers import CSVLogger
 from torch import Tensor
 from torch.utils.data import DataLoader
 
 from fastclip.integrations.lightning import GradClipCallback
-from fastclip.monitor import JSONL, Monitor, RollbackPolicy
+from fastclip.monitor import JSONL, Monitor, NonFinite, RollbackPolicy, Telemetry
 from tests.integrations.lightning_runs import (
     SILENT,
     Alarm,
@@ -237,3 +237,97 @@ def test_a_fit_from_the_start_counts_from_0_whatever_was_loaded(tmp_path: Path) 
     run.callbacks.append(Steps())  # type: ignore[attr-defined]
     run.fit(Net(), loader(3))
     assert seen == [0, 1, 2]
+
+
+def test_a_resumed_run_knows_of_the_rollback(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The learning rate stays cut as long as in the run that was not stopped, and the rollback
+    counts."""
+
+    def run(epochs: int, log: Path, **resumed: Any) -> tuple[Net, GradClipCallback]:
+        module = Net(lambda own: torch.optim.SGD(own, 0.01, momentum=0.9))
+        own = rolling_back(Monitor([NonFinite()], [JSONL(log)]))
+        saving = ModelCheckpoint(log.with_suffix(""), every_n_epochs=1, save_top_k=-1)
+        each = trainer(tmp_path, own, saving, max_epochs=epochs, enable_checkpointing=True)
+        each.fit(module, loader(4, {3: float("nan")}), **resumed)
+        return module, own
+
+    whole, _ = run(2, tmp_path / "whole.jsonl")
+    run(1, tmp_path / "parts.jsonl")
+    caplog.clear()
+    (saved,) = (tmp_path / "parts").glob("epoch=0*.ckpt")
+    module, own = run(2, tmp_path / "parts.jsonl", ckpt_path=str(saved))
+
+    # each epoch ends with a batch that is taken back, and the one before it; 2 steps are cut
+    records = list(JSONL(tmp_path / "parts.jsonl"))
+    assert [(record.attempt, record.step) for record in records] == [
+        *((0, step) for step in range(4)),
+        *((1, step) for step in range(2, 6)),
+    ]
+    assert [record.lr for record in records] == pytest.approx([0.01] * 4 + [0.005] * 2 + [0.01] * 2)
+    losses = [record.loss for record in JSONL(tmp_path / "whole.jsonl")]
+    assert [record.loss for record in records] == pytest.approx(losses, abs=0, nan_ok=True)
+    assert all(map(torch.equal, parameters(module), parameters(whole)))
+    assert own.rollbacks == 2
+    assert "rollback 2 of at most 3" in caplog.text
+
+
+@pytest.mark.parametrize("lag", [0, 2])
+def test_an_alarm_that_comes_late_goes_back_before_the_next_state(lag: int, tmp_path: Path) -> None:
+    """As one of numbers on a device, which is here asked for when a state is due after step 3."""
+
+    class Warming(Net):
+        def on_train_batch_start(self, batch: Tensor, batch_idx: int) -> None:
+            self.trainer.optimizers[0].param_groups[0]["lr"] = 1e-3 * (batch_idx + 1)
+
+    monitor = Monitor([Alarm(3)], [JSONL(tmp_path / "run.jsonl")], telemetry=Telemetry(lag))
+    own, logger = rolling_back(monitor), CSVLogger(tmp_path)
+    run = trainer(tmp_path, own, logger=logger, log_every_n_steps=1)
+    run.fit(Warming(), loader(8))
+    rates = [record.lr for record in JSONL(tmp_path / "run.jsonl") if record.attempt]
+    assert rates == pytest.approx([0.0025, 0.003, 0.007, 0.008])
+    assert own.state_dict()["undone"] == 2
+    with (Path(logger.log_dir) / "metrics.csv").open() as file:
+        assert {float(row["grad_clipped"]) for row in csv.DictReader(file)} <= {0.0, 1.0}
+
+
+def test_a_fit_from_the_start_knows_of_no_rollback(tmp_path: Path) -> None:
+    log = tmp_path / "run.jsonl"
+    own = rolling_back(Monitor([NonFinite()], [JSONL(log)]))
+    for _ in range(2):
+        trainer(tmp_path, own).fit(Net(), loader(6, {3: float("nan")}))
+        assert own.rollbacks == 1
+    rates = [record.lr for record in JSONL(log)]
+    assert rates == pytest.approx(([0.01] * 4 + [0.005] * 2) * 2)
+
+
+def test_the_learning_rate_that_there_is_not_is_told_of(tmp_path: Path) -> None:
+    def without(own: Any) -> torch.optim.Optimizer:
+        optimizer = torch.optim.SGD(own, 0.01)
+        optimizer.param_groups[0]["lr"] = None
+        return optimizer
+
+    class Never(Net):
+        def on_train_batch_start(self, batch: Tensor, batch_idx: int) -> int:
+            return -1  # ends the epoch
+
+    with pytest.warns(UserWarning, match=r"SGD has no learning rate .* lr_scale=0\.5 after a roll"):
+        trainer(tmp_path, rolling_back(Monitor())).fit(Never(without), loader(1))
+
+
+def test_another_callback_that_clips_is_refused(tmp_path: Path) -> None:
+    """Lightning itself refuses two of the same class, if it is given them at once."""
+
+    class Other(GradClipCallback):
+        pass
+
+    module = Net()
+    before = parameters(module)
+    with pytest.raises(RuntimeError, match="clipped twice, by two callbacks of the kind GradClip"):
+        trainer(tmp_path, GradClipCallback(1.0), Other(0.5)).fit(module, loader(2))
+    run = trainer(tmp_path, GradClipCallback(1.0))
+    run.callbacks.append(GradClipCallback(0.5))  # type: ignore[attr-defined]
+    with pytest.raises(RuntimeError, match="clipped twice, by two callbacks of the kind GradClip"):
+        run.fit(module, loader(2))
+    assert all(map(torch.equal, parameters(module), before))

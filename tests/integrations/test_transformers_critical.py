@@ -1,6 +1,7 @@
 """What a critical event does: a warning, an end, or a way back."""
 
 import math
+import re
 import statistics
 from pathlib import Path
 from typing import Any
@@ -11,7 +12,7 @@ from safetensors.torch import load_file
 from transformers import TrainerCallback
 
 from fastclip.integrations.transformers import FOLDER, GradClipCallback
-from fastclip.monitor import JSONL, Event, Monitor, RollbackPolicy
+from fastclip.monitor import JSONL, Event, Monitor, RollbackPolicy, Telemetry
 from tests.integrations.trainer import logged, model, spoiled, trainer
 
 STILL = {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0}
@@ -57,15 +58,10 @@ def test_a_warning_goes_on(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> 
 
 
 def rolled(folder: Path, steps: int, spoils: set[int], **options: Any) -> tuple[Any, Any]:
-    monitor = Monitor(sinks=[JSONL(folder / "run.jsonl")])
     taken = Photographer()
-    own = GradClipCallback(
-        *(1.0,),
-        nonfinite="propagate",
-        monitor=monitor,
-        checkpoint_every=5,
-        **{"on_critical": POLICY, **options.pop("own", {})},
-    )
+    monitor = Monitor(sinks=[JSONL(folder / "run.jsonl")])
+    given = {"monitor": monitor, "on_critical": POLICY, **options.pop("own", {})}
+    own = GradClipCallback(1.0, nonfinite="propagate", checkpoint_every=5, **given)
     run = trainer(
         *(folder, own, taken),
         net=spoiled(model(**STILL), spoils, math.nan),
@@ -101,6 +97,21 @@ def test_a_rollback_brings_back_the_state_of_then(tmp_path: Path) -> None:
     assert not (tmp_path / FOLDER).exists()
 
 
+@pytest.mark.parametrize("lag", [0, 2])
+def test_an_alarm_that_comes_late_goes_back_before_the_next_state(lag: int, tmp_path: Path) -> None:
+    """As one of numbers on a device, which is here asked for when a state is due after step 14."""
+    monitor = Monitor(sinks=[JSONL(tmp_path / "run.jsonl")], telemetry=Telemetry(lag))
+    run, _ = rolled(tmp_path, 20, {14}, own={"monitor": monitor})
+    assert logged(run, "rolled_back") == [1]
+    records = [record for record in JSONL(tmp_path / "run.jsonl") if record.attempt]
+    assert [record.batch for record in records] == list(range(15, 20))
+    assert [record.step for record in records] == list(range(5 if lag else 10, 10 if lag else 15))
+    assert logged(run, "updates_lost") == [15 - records[0].step]
+    assert [record.lr for record in records] == pytest.approx(
+        [3e-3 * (20 - n) / 20 * 0.5 for n in range(15, 20)]
+    )
+
+
 def test_after_a_rollback_the_loss_is_that_of_a_run_without_the_fault(tmp_path: Path) -> None:
     clean = trainer(tmp_path / "clean", GradClipCallback(1.0), net=model(**STILL), max_steps=150)
     clean.train()
@@ -110,6 +121,39 @@ def test_after_a_rollback_the_loss_is_that_of_a_run_without_the_fault(tmp_path: 
     assert ends[0] == pytest.approx(ends[1], rel=0.02)
     losses = [each.evaluate()["eval_loss"] for each in (run, clean)]
     assert losses[0] == pytest.approx(losses[1], rel=0.02)
+
+
+@pytest.mark.parametrize("faults", [(), (5,)], ids=["to the end", "to another rollback"])
+def test_a_resumed_run_knows_of_the_rollback(
+    faults: tuple[int, ...], tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The learning rate stays cut as long as in the run that was not stopped, and the rollback
+    counts."""
+    whole, _ = rolled(tmp_path, 20, {13}, save_strategy="steps", save_steps=14)
+    monitor = Monitor(sinks=[JSONL(tmp_path / "resumed.jsonl")])
+    own = GradClipCallback(
+        *(1.0,),
+        nonfinite="propagate",
+        monitor=monitor,
+        on_critical=POLICY,
+        checkpoint_every=5,
+    )
+    run = trainer(tmp_path, own, net=spoiled(model(**STILL), faults, math.nan), max_steps=20)
+    run.train(resume_from_checkpoint=str(tmp_path / "checkpoint-14"))
+    went_through = list(JSONL(tmp_path / "run.jsonl"))[14:]
+    assert [r.lr for r in went_through] == pytest.approx(
+        [3e-3 * (20 - n) / 20 * (0.5 if n < 19 else 1) for n in range(14, 20)]
+    )
+    records = list(JSONL(tmp_path / "resumed.jsonl"))
+    assert [r.lr for r in records] == [r.lr for r in went_through]
+    if faults:
+        assert own.rollbacks == 2
+        assert logged(run, "rolled_back") == [1, 2]
+        told = "from the alarm at step 10 .* to the checkpoint of step 5, without the batches 14 to"
+        assert re.search(f"{told} 19, .*: rollback 2 of at most 3", caplog.text)
+    else:
+        assert records == went_through
+        assert all(map(torch.equal, run.model.parameters(), whole.model.parameters()))
 
 
 def test_the_budget_holds_across_a_resume(tmp_path: Path) -> None:
@@ -125,7 +169,7 @@ def test_the_budget_holds_across_a_resume(tmp_path: Path) -> None:
         **policy,  # type: ignore[arg-type]
     )
     run = trainer(tmp_path, own, net=spoiled(model(**STILL), {6}, math.nan), max_steps=28)
-    with pytest.raises(RuntimeError, match="and all are used: 0 of at most 0"):
+    with pytest.raises(RuntimeError, match="and all are used: 1 of at most 1"):
         run.train(resume_from_checkpoint=True)
     records = list(JSONL(tmp_path / "run.jsonl"))[14:]
     assert [(r.attempt, r.step, r.batch) for r in records] == [(1, 5 + n, 14 + n) for n in range(7)]

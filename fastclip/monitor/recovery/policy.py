@@ -1,11 +1,11 @@
 """What rolls a run back, and what is told of it: plain data."""
 
-import math
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
 
+from fastclip.checks import require
 from fastclip.monitor.records import LEVELS, Event, Level
 
 _COUNTS = ("confirm", "before", "after", "lr_steps", "max_rollbacks")
@@ -28,7 +28,8 @@ class RollbackPolicy:
             all of them. The others go on with the batches that they would have had.
 
     Raises:
-        ValueError: a setting is of another type or out of its range.
+        TypeError: a setting is of another type.
+        ValueError: a setting is out of its range.
     """
 
     on: Level | Callable[[Event], bool] = "critical"
@@ -41,15 +42,17 @@ class RollbackPolicy:
     ranks: Callable[[Event], Iterable[int] | None] | None = None
 
     def __post_init__(self) -> None:
-        if not (callable(self.on) or self.on in LEVELS):
+        named = isinstance(self.on, str)
+        if not (callable(self.on) or (named and self.on in LEVELS)):
             names = ", ".join(map(repr, LEVELS))
-            raise ValueError(f"on must be one of {names} or a function, got {self.on!r}")
+            kind = ValueError if named else TypeError
+            raise kind(f"on must be one of {names} or a function, got {self.on!r:.80}")
         for name in _COUNTS:
-            value = getattr(self, name)
-            if not isinstance(value, int) or isinstance(value, bool) or value < 0:
-                raise ValueError(f"{name} must be a whole number of at least 0, got {value!r}")
-        if not (math.isfinite(self.lr_scale) and self.lr_scale >= 0):
-            raise ValueError(f"lr_scale must be finite and at least 0, got {self.lr_scale!r}")
+            value, what = getattr(self, name), "a whole number of at least 0"
+            require(name, value, what, lambda x: x >= 0, whole=True)
+        require("lr_scale", self.lr_scale, "a finite number of at least 0", lambda x: x >= 0)
+        if not (self.ranks is None or callable(self.ranks)):
+            raise TypeError(f"ranks must be a function or None, got {self.ranks!r:.80}")
 
     def matches(self, event: Event) -> bool:
         if callable(self.on):

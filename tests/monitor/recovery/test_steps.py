@@ -2,6 +2,7 @@
 
 import json
 import math
+import re
 import sys
 from pathlib import Path
 from typing import Any
@@ -287,18 +288,32 @@ def test_nothing_is_started_anew_beside_checkpoints(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("options", "said"),
+    ("name", "value", "must_be"),
     [
-        ({"on": "bad"}, "on must be one of 'info', 'warn', 'critical' or a function, got 'bad'"),
-        ({"confirm": -1}, "confirm must be a whole number of at least 0, got -1"),
-        ({"max_rollbacks": 1.5}, "max_rollbacks must be a whole number of at least 0, got 1.5"),
-        ({"lr_scale": float("nan")}, "lr_scale must be finite and at least 0, got nan"),
+        ("on", "bad", "one of 'info', 'warn', 'critical' or a function"),
+        ("on", 3, "one of 'info', 'warn', 'critical' or a function"),
+        ("on", ["warn"], "one of 'info', 'warn', 'critical' or a function"),
+        ("confirm", -1, "a whole number of at least 0"),
+        ("before", "2", "a whole number of at least 0"),
+        ("after", True, "a whole number of at least 0"),
+        ("lr_steps", None, "a whole number of at least 0"),
+        ("max_rollbacks", 1.5, "a whole number of at least 0"),
+        ("lr_scale", math.nan, "a finite number of at least 0"),
+        ("lr_scale", math.inf, "a finite number of at least 0"),
+        ("lr_scale", -0.5, "a finite number of at least 0"),
+        ("lr_scale", "a", "a finite number of at least 0"),
+        ("lr_scale", None, "a finite number of at least 0"),
+        ("lr_scale", 1j, "a finite number of at least 0"),
+        ("ranks", (0, 1), "a function or None"),
     ],
-    ids=lambda value: next(iter(value)) if isinstance(value, dict) else "",
+    ids=repr,
 )
-def test_wrong_policies(options: dict[str, object], said: str) -> None:
-    with pytest.raises(ValueError, match=said):
-        RollbackPolicy(**options)  # type: ignore[arg-type]
+def test_wrong_policies(name: str, value: Any, must_be: str) -> None:
+    """A value out of its range is a ValueError, one of another type a TypeError."""
+    in_type = isinstance(value, float) if name == "lr_scale" else value in ("bad", -1)
+    said = re.escape(f"{name} must be {must_be}, got {value!r}")
+    with pytest.raises(ValueError if in_type else TypeError, match=f"^{said}$"):
+        RollbackPolicy(**{name: value})
 
 
 def test_wrong_arguments(tmp_path: Path) -> None:
