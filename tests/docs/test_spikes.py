@@ -5,7 +5,8 @@ from pathlib import Path
 
 import pytest
 
-from fastclip.monitor.diagnosis.table import ADVICE, BOUNDARIES, SYMPTOMS
+from fastclip.monitor.diagnosis.advice import ADVICE
+from fastclip.monitor.diagnosis.table import BOUNDARIES, SYMPTOMS
 
 PAGE = (Path(__file__).resolve().parents[2] / "docs" / "spikes.md").read_text("utf-8")
 SECTION = PAGE[PAGE.index("| symptom | boundary | if |") : PAGE.index("Choose the smallest change")]

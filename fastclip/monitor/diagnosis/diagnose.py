@@ -6,6 +6,7 @@ from typing import Any
 
 from fastclip.monitor.calibration import suggest_max_norm
 from fastclip.monitor.diagnosis import table
+from fastclip.monitor.diagnosis.advice import ADVICE, Advice
 from fastclip.monitor.diagnosis.baseline import Comparison, in_step, newest
 from fastclip.monitor.diagnosis.gathering import Gathering
 from fastclip.monitor.diagnosis.result import Compared, Diagnosis, Evidence
@@ -16,6 +17,7 @@ Log = str | os.PathLike[str] | Iterable[StepRecord]
 
 FEWEST_NORMS = 1000  # what suggest_max_norm asks for a clip rate of 1 %
 BEFORE = "norms before the onset"
+PAST = 100  # steps past the onset after which a new attempt has got over it
 FULL = 105  # losses that Sustained needs, the most of all that judge the loss
 
 
@@ -74,8 +76,8 @@ def _decided(
     facts = {*evidence, *_of_the_whole(found, evidence, causes, norms)}
     if now is not symptom:
         facts.add(table.PAST_AND_NOW)
-    advice = [row for row in table.ADVICE if _holds(row, now.name, about.name, facts)]
-    places = _counted(found) | _threshold(norms, source) | _placed(evidence, causes, about)
+    advice = [row for row in ADVICE if _holds(row, now.name, about.name, facts)]
+    places = _counted(found) | _threshold(norms, source) | _placed(found, evidence, causes, about)
     places |= {"symptom": symptom.name, "now": now.name}
     gaps = [table.GAPS[name] for name in _gaps(found, every, boundary.name)]
     return Diagnosis(
@@ -84,7 +86,7 @@ def _decided(
         tuple(row.action.format_map(places) for row in advice),
         (
             *(row.check.format_map(places) for row in advice),
-            *_recording([gap.record.format_map(places) for gap in gaps]),
+            *_recording([gap.record.format_map(places) for gap in gaps if gap.record]),
         ),
         first and first.onset,
         first and first.onset_metric,
@@ -111,7 +113,7 @@ def _boundary(symptom: str, facts: Mapping[str, Evidence]) -> table.Boundary:
     )
 
 
-def _holds(row: table.Advice, symptom: str, boundary: str, facts: set[str]) -> bool:
+def _holds(row: Advice, symptom: str, boundary: str, facts: set[str]) -> bool:
     return (
         row.symptom in (None, symptom)
         and row.boundary in (None, boundary)
@@ -135,11 +137,18 @@ def _of_the_whole(
     """The facts of the log as a whole."""
     yield table.CALIBRATED if len(norms) >= FEWEST_NORMS else table.UNCALIBRATED
     if shown and all(one.abandoned for one in shown):
-        yield table.PAST
+        over = found.step >= max(one.onset for one in shown) + PAST
+        yield table.PAST_AND_OVER if over else table.PAST
+    if shown and found.rates.jump(shown[0].onset):
+        yield table.LR_JUMPED
+    if found.skipped.many() and table.SCALE_HELD not in evidence:
+        yield table.MANY_SKIPPED
     lost = evidence.get(table.LOSS_NONFINITE)
-    stuck = table.STUCK in evidence
-    if lost and not stuck and lost.records[0].metric == "loss" and found.finite_before(lost.first):
+    passed = lost and table.STUCK not in evidence and not found.spoiled
+    if lost and passed and lost.records[0].metric == "loss" and found.finite_before(lost.first):
         yield table.PASSED
+    elif not found.counts["loss_scale"] and not found.spoiled:
+        yield table.UNSCALED
     if evidence.keys().isdisjoint(table.BACK.values()):
         if shown:
             yield table.SLOW if shown[0].fact == table.DRIFT else table.ABRUPT
@@ -155,24 +164,32 @@ def _counted(found: Gathering) -> dict[str, Any]:
         "with_loss": f"{counts['loss']:,}",
         "with_norm": f"{counts['grad_norm']:,}",
         "scale": f"{found.scale:g}",
+        "held": f"{found.held:,}",
+        "skipped": f"{found.skipped.count:,} of {found.skipped.known:,}",
+        "row": f"{found.skipped.row:,}",
     }
 
 
 def _placed(
-    evidence: Mapping[str, Evidence], shown: Sequence[Evidence], boundary: table.Boundary
+    found: Gathering,
+    evidence: Mapping[str, Evidence],
+    shown: Sequence[Evidence],
+    boundary: table.Boundary,
 ) -> dict[str, Any]:
     """Steps and batches, of what shows the symptom and of what shows the boundary."""
     places: dict[str, Any] = {}
     if shown:
         first = shown[0]
         at_boundary = [one for fact, one in evidence.items() if fact in boundary.facts]
+        if found.spoiled and table.BACKWARD_NONFINITE in evidence:
+            at_boundary = [evidence[table.BACKWARD_NONFINITE]]  # NaN parameters came of its step
         places = {
             "onset": first.onset,
             "target": max(0, first.onset - 1),
             # The gradient left before the loss, and with the loss came the alarm.
             "step": first.records[first.fact == table.GRADIENT_FIRST].step,
             "batch": _batch((at_boundary or shown)[0]),
-            "batches": _batches((at_boundary or shown)[0]),
+            "past": found.step - first.onset,
             "span": _span(first),
             "lr": "not in the log" if first.lr is None else f"{first.lr:.6g}",
             "best": f"{first.records[0].baseline or 0:.4g}",
@@ -181,6 +198,13 @@ def _placed(
     if table.BACKWARD_NONFINITE in evidence:
         backward = evidence[table.BACKWARD_NONFINITE]
         places |= {"backward": backward.first, "backward_batch": _batch(backward)}
+    if table.LOSS_NONFINITE in evidence:
+        places["lost"] = _lost(evidence[table.LOSS_NONFINITE], found.lost)
+    if shown and (jump := found.rates.jump(shown[0].onset)):
+        places |= {"lr_step": jump.step}
+        places |= {"lr_before": f"{jump.before:.6g}", "lr_after": f"{jump.after:.6g}"}
+    if start := found.skipped.start:
+        places |= {"skip": start.step, "skip_batch": _named(start.batch, start.step)}
     if table.OPEN in evidence:
         places["open"] = evidence[table.OPEN].first
     return places
@@ -199,14 +223,16 @@ def _threshold(norms: list[float], source: str) -> dict[str, str]:
 def _batch(evidence: Evidence) -> str:
     if evidence.records[0].metric == "val_loss":
         return f"the validation data of step {evidence.first}"
-    if evidence.batch is None:
-        return f"the batch of step {evidence.first}"
-    return f"batch {evidence.batch!r:.60} (step {evidence.first})"
+    return _named(evidence.batch, evidence.first)
 
 
-def _batches(evidence: Evidence) -> str:
-    """That of the first record, and how many more records there are."""
-    more = evidence.times - 1
+def _named(batch: Any, step: int) -> str:
+    return f"the batch of step {step}" if batch is None else f"batch {batch!r:.60} (step {step})"
+
+
+def _lost(evidence: Evidence, times: int) -> str:
+    """That of the first record, and how many more there are with parameters that were finite."""
+    more = times - 1
     rest = f" and {more} more up to step {evidence.last}" if more else ""
     return _batch(evidence) + rest
 

@@ -6,14 +6,16 @@ from math import inf, isfinite
 from typing import Any
 
 from fastclip.monitor.bands import CALM
-from fastclip.monitor.detectors import default_detectors
+from fastclip.monitor.detectors import Skips, default_detectors
 from fastclip.monitor.diagnosis import excursions, table
+from fastclip.monitor.diagnosis.counting import Rates, Skipped
 from fastclip.monitor.diagnosis.result import Evidence, Seen
 from fastclip.monitor.monitor import Monitor
 from fastclip.monitor.records import Event, StepRecord
 
 SHOWN = 3  # records a fact keeps
 RECENT = 200  # batches remembered: an excursion is rarely older when an alarm tells of it
+HELD = 100  # records after which the loss scale has found its level
 NORMS = 10_000  # the last norms inside their band that a threshold is made of
 LOSSES = ("loss", "val_loss")
 COUNTED = ("grad_norm", "loss_scale")
@@ -24,6 +26,7 @@ _FACTS = {
     "sustained": table.SUSTAINED,
     "drift": table.DRIFT,
     "clip_rate": table.CLIPPING,
+    "skips": table.SKIPPING,
     excursions.GRADIENT_FIRST: table.GRADIENT_FIRST,
     excursions.RETURNED: table.RETURNED,
     excursions.LEVEL: table.LEVEL,
@@ -51,13 +54,15 @@ class Gathering:
     `counts`: how many records there were, how many had a loss and each of `COUNTED`, losses that
     are not positive, and gradients that are not finite in steps that do not say whether they were
     skipped. `losses`: the most finite ones in one attempt. `outside`: how many losses each visit
-    outside the band took. `scale`: the lowest that LossScaleDrop told. `norms`: the last of those
-    that are outside all excursions, before the first GRADIENT_FIRST.
+    outside the band took. `scale`: the lowest that LossScaleDrop told; `held`: records with one
+    since it told that. `norms`: the last of those that are outside all excursions, before the first
+    GRADIENT_FIRST. `lost`: how often the loss ceased to be finite with parameters that no step had
+    spoiled before; `spoiled`: whether one had when it first did. `step`: of the last record.
     What was rolled back is kept apart: `evidence` is of what counts, `abandoned` of the rest.
     """
 
     def __init__(self) -> None:
-        self._monitor = Monitor([*default_detectors(), excursions.Excursions()])
+        self._monitor = Monitor([*default_detectors(), Skips(), excursions.Excursions()])
         self._found: dict[str, _Found] = {}  # in the order in which they were
         self._abandoned: dict[str, _Found] = {}  # of the last attempt that was rolled back with it
         self._open: _Found | None = None  # the loss is outside its band
@@ -70,6 +75,9 @@ class Gathering:
         self.losses = self._losses = 0
         self.outside: Counter[int] = Counter()
         self.scale = inf
+        self.held = self.lost = self.step = 0
+        self.spoiled = self._taken = False  # a step with gradients that are not finite was taken
+        self.rates, self.skipped = Rates(), Skipped()
 
     @property
     def attempt(self) -> int:
@@ -86,9 +94,13 @@ class Gathering:
             self._go_back(record.step)
         self._count(record)
         self._batches.append((record.step, record.batch))
+        self.step = record.step
+        self.rates.add(record)
+        self.skipped.add(record)
+        self.held += record.loss_scale is not None
         loss = record.loss
         if loss is not None and isfinite(loss):
-            self._stuck = None
+            self._stuck, self._taken = None, False
             self._calm += 1
             if self._finite is None:
                 self._finite = record.step
@@ -126,6 +138,8 @@ class Gathering:
         """The fact as it stands where the log ends."""
         if fact == table.LOSS_NONFINITE and self._stuck and found.count == self._stuck.count:
             return table.STUCK  # the same records
+        if fact == table.SCALE_FALLS and self.held >= HELD and self.scale >= 1:
+            return table.SCALE_HELD  # below 1, small gradients are lost
         if self._calm >= CALM and self._open is None:
             return table.BACK.get(fact, fact)
         return fact
@@ -133,6 +147,7 @@ class Gathering:
     def _go_back(self, step: int) -> None:
         """A new attempt begins at `step`: what came from there on was for nothing."""
         self._losses, self._calm, self._open, self._stuck = 0, 0, None, None
+        self.held, self._taken, self.skipped = 0, False, Skipped()
         for fact, found in [*self._found.items()]:
             if found.event.step >= step:
                 self._abandoned[fact] = self._found.pop(fact)
@@ -168,7 +183,7 @@ class Gathering:
         elif kind == excursions.OUTSIDE:
             self.outside[int(event.value)] += 1
         elif kind == "loss_scale_drop":
-            self.scale = min(self.scale, event.value)
+            self.scale, self.held = min(self.scale, event.value), 0
         elif kind in ("sustained", "drift"):
             self._calm = 0
         return (_FACTS[kind],) if kind in _FACTS else ()
@@ -177,12 +192,16 @@ class Gathering:
         if event.metric in LOSSES:
             if event.metric == "loss" and self._stuck is None:
                 self._stuck = self._lasting(event, record)
+                if table.LOSS_NONFINITE not in self._found:
+                    self.lost, self.spoiled = 0, self._taken
+                self.lost += not self._taken
             return (table.LOSS_NONFINITE,)
         if event.metric not in ("grad_norm", "nonfinite_count"):
             return (table.OTHER_NONFINITE,)
         if record.skipped:
             return (table.OVERFLOWS,)
         self.counts["perhaps skipped"] += record.skipped is None
+        self._taken = True
         if record.loss is not None and isfinite(record.loss):
             return (table.BACKWARD_NONFINITE,)
         return (table.GRADIENT_NONFINITE,)
@@ -194,7 +213,7 @@ class Gathering:
     def _keep(self, fact: str, event: Event, record: StepRecord) -> None:
         found = self._found.get(fact)
         if found is None:
-            message = event.message + _layer_at_fault(record, fact)
+            message = event.message + _layers_at_fault(record, fact)
             found = self._found[fact] = _Found(event, record, message)
             found.batches = self._suspects(event)
         # One record gives two events where a norm is not finite and elements are counted, and
@@ -220,12 +239,19 @@ def _seen(event: Event, attempt: int) -> Seen:
     return Seen(event.step, attempt, event.metric, event.value, event.baseline)
 
 
-def _layer_at_fault(record: StepRecord, fact: str) -> str:
-    if fact in (table.GRADIENT_NONFINITE, table.OVERFLOWS, table.BACKWARD_NONFINITE):
-        for row in record.layers or ():
-            if row.nonfinite:
-                return f"; the first layer with such elements is {row.name}"
-    return ""
+def _layers_at_fault(record: StepRecord, fact: str) -> str:
+    """A backward pass starts at the last layer, and NaN runs on to the first."""
+    rows = [row for row in record.layers or () if row.nonfinite is not None]
+    names = [row.name for row in rows if row.nonfinite]
+    gradients = (table.GRADIENT_NONFINITE, table.OVERFLOWS, table.BACKWARD_NONFINITE)
+    if fact not in gradients or not names:
+        return ""
+    those = f"all {len(rows)}" if len(names) == len(rows) else f"{len(names)} of {len(rows)}"
+    text = f"; such elements are in {those} layers, the last of them {names[-1]}"
+    if record.loss is not None and not isfinite(record.loss):
+        return f"{text}, and the loss is not finite either"
+    above = "at it or above it, where the backward pass comes from"
+    return f"{text}: the cause is {above}"
 
 
 def _evidence(fact: str, found: _Found, abandoned: bool) -> Evidence:

@@ -10,6 +10,7 @@ if TYPE_CHECKING:
     from fastclip.monitor.diagnosis.result import Compared, Diagnosis, Evidence, Seen
 
 WIDTH = 79
+NOTE = table.GAPS["no scale"].what  # of a run that is not fp16 it says nothing
 
 
 def page(found: "Diagnosis") -> str:
@@ -26,8 +27,10 @@ def page(found: "Diagnosis") -> str:
     for evidence in found.evidence:
         lines += _evidence(evidence, attempts, symptom, boundary)
     for gap in found.unjudged:
-        lines += _filled(f"Not enough evidence: {gap}.", "   ? ", "     ")
-    lines += ["", _heading("B", "boundary", found.boundary), *_filled(boundary.meaning, "   ")]
+        what = "Note" if gap == NOTE else "Not enough evidence"
+        lines += _filled(f"{what}: {gap}.", "   ? ", "     ")
+    lines += ["", _heading("B", "boundary", found.boundary)]
+    lines += _filled(_meaning(boundary, found), "   ")
     lines += ["", _heading("C", "interventions", "" if found.interventions else "none")]
     lines += _numbered(found.interventions)
     lines += ["", _heading("D", "checks", "" if found.checks or found.comparison else "none")]
@@ -43,12 +46,16 @@ def _heading(letter: str, phase: str, what: str) -> str:
 
 def _doubt(found: "Diagnosis") -> str:
     """That nothing was seen says little where little could be."""
-    return ", but not enough evidence" if found.symptom == "none" and found.unjudged else ""
+    doubts = {*found.unjudged} - {NOTE}
+    return ", but not enough evidence" if found.symptom == "none" and doubts else ""
 
 
-def _meaning(symptom: table.Symptom, found: "Diagnosis") -> str:
-    came_back = any(evidence.fact in table.BACK.values() for evidence in found.evidence)
-    return symptom.back if symptom.back and came_back else symptom.meaning
+def _meaning(row: table.Symptom | table.Boundary, found: "Diagnosis") -> str:
+    if found.symptom == "none" and found.interventions and isinstance(row, table.Symptom):
+        return table.UNDISTURBED
+    newest = {each.fact for each in found.evidence if not each.abandoned} & {*row.facts}
+    facts = newest or {each.fact for each in found.evidence} & {*row.facts}
+    return row.back if row.back and facts and facts <= table.OVER else row.meaning
 
 
 def _filled(text: str, first: str, rest: str | None = None) -> list[str]:

@@ -1,24 +1,18 @@
-"""The playbook as data: what a log can show, and what follows from it.
+"""The playbook as data: what a log can show, and what it means.
 
 Facts are sentences that records bear out. The first row of `SYMPTOMS` and of `BOUNDARIES` that
-holds counts; every row of `ADVICE` that holds does. Texts have places for what `diagnose` fills in:
-{onset}, {target} (the newest checkpoint without the onset), {step} (of the alarm), {batch} (that
-shows the boundary), {batches} (it, and how many more), {span} (batches from before the onset to the
-alarm), {symptom}, {now} (the symptom that advice is about), {lr}, {scale} (the lowest), {attempt},
-{newest} (attempt), {best} (what Drift compared with), {backward} and {backward_batch} (of
-BACKWARD_NONFINITE), {threshold} and {norms} (what it is made of), {losses}, {with_loss},
-{with_norm} (how many), {open} (the step of OPEN).
+holds counts. What follows is in `advice`. Texts of `GAPS` have places for what `diagnose` fills in:
+{losses}, {with_loss}, {with_norm} (how many), {open} (the step of OPEN).
 """
 
 from typing import NamedTuple
 
 # Facts.
 LOSS_NONFINITE = "the loss is not finite"
-GRADIENT_NONFINITE = "gradients are not finite, no loss is, and the step is not recorded as skipped"
-BACKWARD_NONFINITE = (
-    "gradients are not finite, the loss is, and the step is not recorded as skipped"
-)
+GRADIENT_NONFINITE = "gradients are not finite in a step not recorded as skipped"
+BACKWARD_NONFINITE = "gradients are not finite while the loss is, in a step not recorded as skipped"
 SCALE_FALLS = "the loss scale keeps falling"
+SCALE_HELD = "the loss scale kept falling, and has held since"
 GRADIENT_FIRST = "the gradient norm left its band before the loss did"
 SUSTAINED = "the loss rose and stayed up (Sustained)"
 SUSTAINED_BACK = "the loss rose and stayed up for a while (Sustained), and came back"
@@ -30,6 +24,7 @@ STUCK = "the loss is not finite, up to the end of the log"
 LEVEL = "the loss stayed outside its band for 100 values: a new level"
 OPEN = "the loss is outside its band where the log ends"
 OVERFLOWS = "gradients were not finite, and the step was skipped"
+SKIPPING = "ten updates in a row, or more, were skipped (Skips)"
 GRADIENT_SPIKE = "the gradient norm spiked (RobustSpike)"
 OTHER_NONFINITE = "activation_max, param_norm or update_ratio is not finite"
 CLIPPING = "most steps are clipped (ClipRate)"
@@ -39,24 +34,30 @@ PAST_AND_NOW = "the same, but what was not rolled back shows a symptom of its ow
 PASSED = "a loss is not finite, and losses before and after are"
 ABRUPT = "the first that shows it is not Drift, and the loss did not come back"
 SLOW = "the first that shows it is Drift, and the loss did not come back"
+PAST_AND_OVER = "as PAST, and the newest attempt is well past it"
+UNSCALED = "there is no loss_scale to hint at fp16, and no step spoiled the parameters before"
+MANY_SKIPPED = "more steps were skipped than is normal"
+LR_JUMPED = "the learning rate doubled, or more, at or just before the onset"
 AWAY = "the loss left its band and did not come back"
 
 # Where the loss rose and came back. Once it has, these take the place of the facts on the left.
 BACK = {SUSTAINED: SUSTAINED_BACK, DRIFT: DRIFT_BACK}
+OVER = {*BACK.values(), SCALE_HELD}
 CALIBRATED = "there are enough healthy norms to suggest a threshold"
 UNCALIBRATED = "there are not"
 
 # The order in which evidence is shown.
 FACTS = (
-    *(LOSS_NONFINITE, STUCK, GRADIENT_NONFINITE, BACKWARD_NONFINITE, SCALE_FALLS, OVERFLOWS),
+    *(LOSS_NONFINITE, STUCK, GRADIENT_NONFINITE, BACKWARD_NONFINITE),
+    *(SCALE_FALLS, SCALE_HELD, OVERFLOWS, SKIPPING),
     *(GRADIENT_FIRST, SUSTAINED, SUSTAINED_BACK, DRIFT, DRIFT_BACK, OPEN, LEVEL, RETURNED),
     *(GRADIENT_SPIKE, OTHER_NONFINITE, CLIPPING),
 )
 
 
 class Symptom(NamedTuple):
-    """Holds if one of `facts` does; the last row always. `back`: what it means if the loss came
-    back, where that differs."""
+    """Holds if one of `facts` does; the last row always. `back`: what it means if all of them that
+    hold are `OVER`, where that differs."""
 
     name: str
     facts: tuple[str, ...]
@@ -67,8 +68,9 @@ class Symptom(NamedTuple):
 SYMPTOMS = (
     Symptom(
         "nonfinite",
-        (LOSS_NONFINITE, STUCK, GRADIENT_NONFINITE, BACKWARD_NONFINITE, SCALE_FALLS),
+        (LOSS_NONFINITE, STUCK, GRADIENT_NONFINITE, BACKWARD_NONFINITE, SCALE_FALLS, SCALE_HELD),
         "Losses or gradients are NaN or infinite.",
+        "Scaled gradients were infinite until the loss scale had found its level.",
     ),
     Symptom(
         "gradient",
@@ -87,20 +89,25 @@ SYMPTOMS = (
 
 
 class Boundary(NamedTuple):
-    """Holds if one of `facts` or `symptoms` does; the last row always."""
+    """Holds if one of `facts` or `symptoms` does; the last row always. `back` as in `Symptom`."""
 
     name: str
     facts: tuple[str, ...]
     symptoms: tuple[str, ...]
     meaning: str
+    back: str | None = None
 
+
+# Of "none", where there is something to do all the same.
+UNDISTURBED = "No loss shows a symptom, but more steps were skipped than is normal."
 
 BOUNDARIES = (
     Boundary(
         "loss_scale",
-        (SCALE_FALLS,),
+        (SCALE_FALLS, SCALE_HELD),
         (),
         "The loss scale fell again and again: the scaled backward pass overflows at any scale.",
+        "The loss scale came down until the scaled backward pass no longer overflowed.",
     ),
     Boundary(
         "forward",
@@ -125,192 +132,9 @@ BOUNDARIES = (
 )
 
 
-class Advice(NamedTuple):
-    """What to do, and how to see that it worked. Holds if symptom, boundary and facts do; None is
-    any, and of several facts one has to."""
-
-    symptom: str | None
-    boundary: str | None
-    facts: tuple[str, ...] | None
-    action: str
-    check: str
-
-
-ADVICE = (
-    Advice(
-        None,
-        None,
-        (PAST,),
-        "What follows is about attempt {attempt}, which was rolled back; the newest one, "
-        "{newest}, does not show it so far. Let it run, and keep the rest for the case that it "
-        "comes again.",
-        "Diagnose again once the newest attempt is 100 steps past step {onset}.",
-    ),
-    Advice(
-        None,
-        None,
-        (PAST_AND_NOW,),
-        "What shows {symptom} was rolled back, and the newest attempt, {newest}, does not show it "
-        "so far. What follows is about what was not rolled back, whose symptom is {now}.",
-        "Diagnose again in a few hundred steps: {symptom} is still marked as rolled back.",
-    ),
-    Advice(
-        "nonfinite",
-        "forward",
-        (PASSED,),
-        "Look at {batches} first: the losses before and after are finite, so the data is the "
-        'likeliest cause. find_first_nonfinite(model, forward) on it gives where="input" if the '
-        "fault came in with it.",
-        "With that data repaired or left out every loss is finite.",
-    ),
-    Advice(
-        "nonfinite",
-        "forward",
-        None,
-        "Run the forward pass in BF16, which has the range of FP32 (torch.autocast(device, "
-        "dtype=torch.bfloat16), no GradScaler), if it runs in fp16: else that does not help. Or "
-        "use selective FP32: torch.autocast(device, enabled=False) around the module at fault. "
-        "find_first_nonfinite(model, forward) names it.",
-        "compare_precisions(model, forward) on {batch}: .finite is True for the precision chosen. "
-        "If it is False for fp32 too, precision is not the cause: look at the data of that "
-        "batch and at the parameters.",
-    ),
-    Advice(
-        "nonfinite",
-        "forward",
-        (BACKWARD_NONFINITE,),
-        "Look at the backward pass too: at step {backward} gradients were not finite while the "
-        "loss was, and no record says that the step was skipped. If the loss turned only "
-        "afterwards, it began there.",
-        "find_first_nonfinite(model, forward) on {backward_batch}: None after the repair.",
-    ),
-    Advice(
-        "nonfinite",
-        "backward",
-        None,
-        "Look at loss scaling: with fp16, loss * scale has to go through a GradScaler, and "
-        "clipper.step(optimizer, scaler) skips a step that overflows and lowers the scale. "
-        'GradClipper(model, nonfinite="skip"), the default, takes no such step.',
-        "Run on with clipper.step(optimizer, scaler): skipped steps are rare, and `fastclip "
-        "diagnose` of the new log no longer says nonfinite.",
-    ),
-    Advice(
-        "nonfinite",
-        "backward",
-        None,
-        "Look at backward operations: find_first_nonfinite(model, forward) names the first module "
-        "whose backward pass made it (the root of 0, a logarithm or division near 0, a softmax "
-        "with all masked); compute that one in FP32 or keep it away from its pole.",
-        "find_first_nonfinite(model, forward) on {batch}: None after the repair.",
-    ),
-    Advice(
-        "nonfinite",
-        "loss_scale",
-        None,
-        "Look at loss scaling: the scale is down to {scale}. Turn to BF16, which needs none, or "
-        "restart the GradScaler at a scale that held before the onset, once the cause is gone.",
-        "The new log's loss_scale grows again every growth_interval steps, falls now and then "
-        "(a single halving is healthy), and LossScaleDrop is silent.",
-    ),
-    Advice(
-        "nonfinite",
-        "loss_scale",
-        None,
-        "Look at backward operations: overflow at any scale is a gradient that is itself not "
-        "finite or beyond 65504. find_first_nonfinite(model, forward) names the module; compute "
-        "it in FP32.",
-        "compare_precisions(model, forward) on {batch}: finite in fp32 and bf16 means range "
-        "(repair the precision), not finite anywhere means the operation or the data.",
-    ),
-    Advice(
-        "nonfinite",
-        None,
-        (STUCK,),
-        "The loss is not finite to the end, so the parameters may not be either: restore the "
-        "checkpoint before the onset, recovery.restore(before={target}), after the repair.",
-        "The first steps after restoring have the losses that the log has from step {target} on.",
-    ),
-    Advice(
-        "gradient",
-        None,
-        (CALIBRATED,),
-        "Clip: GradClipper(model, max_norm={threshold}), the threshold that clips at most 1 % of "
-        "the {norms}; where norms change over the run, "
-        "GradClipper(model, rule=fastclip.rules.LogZ()) follows them.",
-        "Run again from a checkpoint before step {onset} with clipping: the loss stays in its band "
-        "at step {step}, about 1 % of the steps are clipped and ClipRate is silent.",
-    ),
-    Advice(
-        "gradient",
-        None,
-        (UNCALIBRATED,),
-        "Clip: GradClipper(model, rule=fastclip.rules.LogZ()), which finds its threshold while it "
-        "runs. For a fixed max_norm there are too few norms to go by ({norms}; 1,000 are needed): "
-        "`fastclip calibrate GOOD.jsonl` on the log of a healthy run, or --baseline GOOD.jsonl.",
-        "Run again from a checkpoint before step {onset} with clipping: the loss stays in its band "
-        "at step {step}, few steps are clipped and ClipRate is silent.",
-    ),
-    Advice(
-        "gradient",
-        None,
-        (AWAY,),
-        "The loss did not come back, so clipping comes too late for this model: restore the "
-        "checkpoint before the onset, recovery.restore(before={target}), and clip from there.",
-        "100 steps past step {onset} without an event: then the restart held.",
-    ),
-    Advice(
-        "sustained",
-        None,
-        (ABRUPT,),
-        "Restore the checkpoint before the onset: recovery.restore(before={target}), and leave out "
-        "{span}; Recovery(directory, state, RollbackPolicy()) does both by itself.",
-        "100 steps past step {onset} without an event, losses as before the onset: then the "
-        "restart held. If it diverges at the same step without those batches, they are not the "
-        "cause.",
-    ),
-    Advice(
-        "sustained",
-        None,
-        (SLOW,),
-        "Restore a checkpoint from before the rise. It began earlier than step {onset}, where "
-        "Drift noticed it: find in `fastclip report LOG` the step at which the loss was last at "
-        "its best, {best}, and call recovery.restore(before=STEP).",
-        "The restarted loss reaches {best} again and goes below it.",
-    ),
-    Advice(
-        "sustained",
-        None,
-        tuple(BACK.values()),
-        "Watch: the loss came back without a restart, so none is needed for what is past. Keep the "
-        "checkpoint before the onset (step {target}) as long as it may come again, and look at "
-        "{span} and at the learning rate ({lr} at the onset) for its cause.",
-        "Diagnose again in a few hundred steps: the loss is still back. If it rises again, restore "
-        "from before that onset and halve the learning rate.",
-    ),
-    Advice(
-        "sustained",
-        None,
-        (ABRUPT, SLOW),
-        "Review the learning rate ({lr} at the onset) and its warm-up: halve it for a few hundred "
-        "steps after the restart (RollbackPolicy(lr_scale=0.5, lr_steps=200)), for good if it "
-        "happens again.",
-        "With the lower rate the update_ratio falls in proportion, and Sustained and Drift stay "
-        "silent past step {onset}.",
-    ),
-    Advice(
-        "isolated",
-        None,
-        None,
-        "Watch, and do nothing disruptive: no rollback, no other learning rate, no other data. "
-        "Keep the Monitor and its log on; `fastclip report LOG` shows the spikes in context.",
-        "Diagnose again in a few thousand steps: still isolated, and not more often. Act when "
-        "Sustained or Drift fires, or when the gradient norm starts to move first.",
-    ),
-)
-
-
 class Gap(NamedTuple):
-    """What the log cannot tell, and what to record so that the next one can."""
+    """What the log cannot tell, and what to record so that the next one can; nothing where it may
+    be that there is nothing to tell."""
 
     what: str
     record: str
@@ -343,8 +167,9 @@ GAPS = {
         "stats=clipper.step(optimizer, scaler))",
     ),
     "no scale": Gap(
-        "there is no loss_scale in the log: whether it kept falling is not known",
-        "stats=clipper.step(optimizer, scaler), which has it, if the run is fp16",
+        "there is no loss_scale in the log. In an fp16 run stats=clipper.step(optimizer, scaler) "
+        "records it, and shows whether it keeps falling",
+        "",
     ),
     "no boundary": Gap(
         "gradients are not finite and the loss of those steps is not in the log: forward or "

@@ -239,7 +239,8 @@ class Recovery:
         learning rate that the run had; which those were depends on how many `rollbacks` there had
         been: None means as many as were carried out. The state is afterwards as before. Of what is
         returned `same` says whether loss, parameters and buffers came out as the same bits both
-        times, `differs_at` and `name` where not; str() of it is for people to read.
+        times, `differs_at` and `name` where not; str() of it is for people to read. Raises
+        `ValueError` for a step that the run cannot have made yet.
         """
         from fastclip.monitor.recovery.replaying import replay
 
@@ -302,8 +303,9 @@ class Recovery:
             raise RuntimeError(
                 f"the alarm at step {step}, onset {onset}, calls for a rollback, and all are used: "
                 f"{used} of at most {policy.max_rollbacks} ({why}). "
-                "`fastclip diagnose` says of a log what may be wrong with the run; "
-                "RollbackPolicy(max_rollbacks=...) allows more"
+                "Look for the cause, `fastclip diagnose` tells of its log: the learning rate, the "
+                "model, the machine, or a detector too sensitive for this loss "
+                "(docs/monitoring.md, Detectors)"
             )
         target = self._target(step, onset)
         suspect = range(max(onset - policy.before, 0), step + policy.after + 1)

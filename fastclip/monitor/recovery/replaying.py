@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from torch import Tensor, nn
 
+from fastclip.checks import require
 from fastclip.monitor.recovery.checkpoints import digest
 from fastclip.monitor.recovery.telling import spans
 
@@ -41,6 +42,11 @@ class Replay(NamedTuple):
         text = f"{ran}{self.first}, with the batches {spans(self.batches)}.\n"
         if self.loss is not None:
             text += f"The loss of step {self.step} is {self.loss:g}.\n"
+        if self.differs_at is None and self.loss is None:
+            return (
+                f"{text}Parameters and buffers were the same bits both times, on every rank. The "
+                "loss was not compared: run returned None."
+            )
         if self.differs_at is None:
             return (
                 f"{text}Loss, parameters and buffers were the same bits both times, on every "
@@ -56,6 +62,9 @@ class Replay(NamedTuple):
 def replay(recovery: "Recovery", step: int, run: Callable[[int, int], object], n: int) -> Replay:
     """See `Recovery.replay`; `n`, of how many rollbacks the run knew then."""
     ledger = recovery._ledger.first(n)
+    ran = _latest(recovery)
+    made = f"at most {ran}, the last one that this run can have made"
+    require("step", step, made, lambda x: x <= ran, whole=True)
     before = min([step, *(each.target for each in recovery._ledger.rollbacks[n:])])
     contents, rank = recovery._contents, recovery._ranks.rank
     modules = contents.modules
@@ -86,6 +95,14 @@ def replay(recovery: "Recovery", step: int, run: Callable[[int, int], object], n
     )
     value = None if loss is None else float(loss)
     return Replay(first, step, batches, value, at, of, name)
+
+
+def _latest(recovery: "Recovery") -> int:
+    """The last step that can have been run, as far as checkpoints and rollbacks tell: the next
+    checkpoint is missing, or two where they are written in the background."""
+    known = [recovery._step or 0, *recovery._listed()]
+    known += [each.step for each in recovery._ledger.rollbacks]
+    return max(known) + recovery.every * (1 + recovery._asynchronous) - 1
 
 
 def _first(first: int, one: list[Step], two: list[Step]) -> tuple[int, str]:

@@ -24,6 +24,12 @@ def run(*changes: Any, steps: int = 1200) -> Callable[[int], list[StepRecord]]:
     return lambda seed: changed(healthy(steps, seed), *changes)
 
 
+def until(
+    step: int, records: Callable[[int], list[StepRecord]]
+) -> Callable[[int], list[StepRecord]]:
+    return lambda seed: records(seed)[:step]
+
+
 def only(*names: str, of: Callable[[int], list[StepRecord]]) -> Callable[[int], list[StepRecord]]:
     """Records with these fields alone."""
 
@@ -86,7 +92,29 @@ CASES = {
         run(*overflow(S, skipped=None)), "nonfinite", "backward", S, "grad_norm"
     ),
     "falling-scale": Case(
+        until(900, run(*overflow(S, S + 20, S + 40))),
+        *("nonfinite", "loss_scale", S + 40, "grad_norm"),
+    ),
+    "a-scale-that-found-its-level": Case(
         run(*overflow(S, S + 20, S + 40)), "nonfinite", "loss_scale", S + 40, "grad_norm"
+    ),
+    "a-nan-batch-after-two-halvings": Case(
+        until(860, run(*overflow(S, S + 1, S + 20), ([S + 20], "loss", math.nan))),
+        *("nonfinite", "loss_scale", S + 20, "loss"),
+    ),
+    "skipped-to-the-end": Case(
+        run((AFTER, "grad_norm", math.nan), (AFTER, "skipped", True)), "none", "none"
+    ),
+    "every-fourth-skipped": Case(
+        run((range(S, 1200, 4), "skipped", True), (range(1200), "loss_scale", None)),
+        *("none", "none"),
+    ),
+    "nan-loss-in-float32": Case(
+        run((AFTER, "loss", math.nan), (range(1200), "loss_scale", None)),
+        *("nonfinite", "forward", S, "loss"),
+    ),
+    "a-rate-that-jumped": Case(
+        run(RISE, (range(S - 1, 1200), "lr", times(10))), "sustained", "update", S, "loss"
     ),
     "gradient-first": Case(run(NORM, FOLLOWS), "gradient", "update", S, "grad_norm"),
     "gradient-one-step-before": Case(
@@ -190,6 +218,9 @@ CASES = {
     ),
     # Several attempts.
     "rolled-back": Case(again(run(RISE), S + 20, S - 50), "sustained", "update", S, "loss"),
+    "rolled-back-a-moment-ago": Case(
+        again(run(RISE), S + 20, S - 50, until(S + 99, run())), "sustained", "update", S, "loss"
+    ),
     "rolled-back-in-vain": Case(
         again(run(RISE), S + 20, S - 50, run(RISE)), "sustained", "update", S, "loss"
     ),

@@ -83,8 +83,25 @@ def test_a_loss_that_differs(tmp_path: Path) -> None:
     assert found[4:] == (6, 0, "the loss")
     found = run.recovery.replay(6, lambda step, batch: None)
     assert (found.loss, found.same) == (None, True)
+    assert str(found).endswith(
+        "Parameters and buffers were the same bits both times, on every rank. The loss was not "
+        "compared: run returned None."
+    )
     with pytest.raises(TypeError, match="run must return the loss, a number, or None, got 'x'"):
         run.recovery.replay(6, lambda step, batch: "x")
+
+
+@pytest.mark.parametrize("background", [False, True], ids=["at-once", "background"])
+def test_a_step_that_cannot_have_been_run(tmp_path: Path, background: bool) -> None:
+    """A new process knows of the steps past the newest checkpoint only that the next is missing."""
+    state: dict[str, Any] = {"tally": Tally()}
+    options: dict[str, Any] = {"every": 5, "asynchronous": background}
+    list(Recovery(tmp_path, state, **options).steps(7))
+    again = Recovery(tmp_path, state, **options)
+    last = 16 if background else 11  # the newest is that of step 7
+    assert again.replay(last, lambda step, batch: 0.0).step == last
+    with pytest.raises(ValueError, match=f"step must be at most {last}, .*, got {last + 1}$"):
+        again.replay(last + 1, lambda step, batch: 0.0)
 
 
 def test_an_abandoned_attempt(tmp_path: Path) -> None:

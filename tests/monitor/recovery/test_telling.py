@@ -62,7 +62,10 @@ def test_batches_of_several_ranks(case: str, caplog: pytest.LogCaptureFixture) -
 def test_the_end_of_the_budget_says_what_to_do(tmp_path: Path) -> None:
     each = recovery(tmp_path, Tally(), RollbackPolicy(max_rollbacks=0))
     next(iter(each.steps(5)))
-    said = r"`fastclip diagnose` says .*; RollbackPolicy\(max_rollbacks=\.\.\.\) allows more$"
+    said = (
+        r"step 0, onset 0, .* 0 of at most 0 .*the learning rate, the model, the machine, or a "
+        r"detector too sensitive for this loss \(docs/monitoring\.md, Detectors\)"
+    )
     with pytest.raises(RuntimeError, match=said):
         each.handle([event(0)])
 
