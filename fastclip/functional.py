@@ -162,8 +162,8 @@ def clip_grad_value_(
     """Clamp every gradient element in place to ``[-clip_value, clip_value]``; NaN stays NaN.
 
     As ``torch.nn.utils.clip_grad_value_`` does. This turns the gradient, where a clip by norm only
-    shortens it. Sparse
-    gradients are clamped by their coalesced values, DTensors without a collective.
+    shortens it. Sparse gradients are clamped by their coalesced values, DTensors without a
+    collective.
 
     Args:
         parameters: what to clamp the gradients of, as in `clip_grad_norm_`.

@@ -270,10 +270,6 @@ def _gradients(optimizer: Optimizer) -> list[Tensor]:
     return [grad for grad in found if grad is not None]
 
 
-def _version(grad: Tensor) -> int:
-    return 0 if grad.is_inference() else grad._version  # of which those have none
-
-
 def _parameters(optimizer: Optimizer) -> list[Tensor]:
     return [parameter for group in optimizer.param_groups for parameter in group["params"]]
 

@@ -66,8 +66,8 @@ class Entries:
             "grad_skipped": since["skipped"],
             "grad_nonfinite": int(stats.nonfinite_count),
         }
-        if stats.inv_scale is not None:
-            found["loss_scale"] = 1 / float(stats.inv_scale)
+        if stats.loss_scale is not None:
+            found["loss_scale"] = float(stats.loss_scale)
         for row in [] if self._layers is None else stats.grouped(self._layers).layers():
             found[f"grad_norm/{row.name}"] = row.norm
             found[f"grad_max/{row.name}"] = row.max_abs
